@@ -1,17 +1,20 @@
-"""FedALT, FedEx-LoRA, FLoRA, RoLoRA and Fed-SB against loops from their papers, user by user, ``W + s B A`` whole."""
+"""FedALT, FedEx-LoRA, FLoRA, RoLoRA, Fed-SB and FedRot-LoRA against loops from their papers, user by user."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from by_hand import Own, played, rows_of, same
+from scipy.linalg import orthogonal_procrustes
 from torch import Tensor
 
 from comingle.methods.base import Phase
+from comingle.methods.fedex import procrustes
 from comingle.models.personal import changes_of_adapted
 from comingle.training.backends.local import InProcess
 from comingle.utils.errors import RecipeError
@@ -336,3 +339,58 @@ def test_fed_sb_starts_again_after_a_first_round_without_uploads(tiny: Any) -> N
         assert all(torch.equal(factor[0], factor[2]) for factor in (a, b, r))
         torch.testing.assert_close(a @ a.mT, torch.eye(2, dtype=a.dtype).expand_as(r))
         torch.testing.assert_close(b @ b.mT, torch.eye(2, dtype=a.dtype).expand_as(r))
+
+
+def rotation_of(own: Tensor, reference: Tensor, strength: float) -> Tensor:
+    """R for which ``R^T own`` is closest to the reference; of rank 2 and below strength 1 by the angle of a turn."""
+    if strength == 1:
+        return torch.from_numpy(orthogonal_procrustes(own.T.numpy(), reference.T.numpy())[0])
+    m = own @ reference.T
+    angle = math.atan2(m[1, 0] - m[0, 1], m[0, 0] + m[1, 1])
+    part = math.atan2(strength * math.sin(angle), 1 - strength + strength * math.cos(angle))
+    return torch.tensor([[math.cos(part), -math.sin(part)], [math.sin(part), math.cos(part)]], dtype=own.dtype)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.3, 0.0])
+def test_fedrot_averages_factors_that_were_turned_towards_the_download(tiny: Any, strength: float) -> None:
+    """Nobody turns in the first round; then A leads, then B. Their product stays what it was."""
+    federation = tiny({"name": "fedrot-lora", "rotation_strength": strength})
+    model, turned = rows_of(federation)[0], 0.0
+    with honest_double():
+        for number, members in enumerate(ROUNDS):
+            uploads = [local_round(federation, model, user, number, everything) for user in members]
+            for own in uploads if number else []:
+                leading = "a" if number == 1 else "b"
+                for stem in stems(own):
+                    change = product(own, stem)
+                    name = f"{stem}.{leading}"
+                    ones, references = (tree[name].view(-1, *tree[name].shape[-2:]) for tree in (own, model))
+                    turns = torch.stack([rotation_of(a, b, strength) for a, b in zip(ones, references, strict=True)])
+                    turns = turns.view(*own[f"{stem}.a"].shape[:-2], 2, 2)
+                    for factor in "ab":
+                        own[f"{stem}.{factor}"] = turns.mT @ own[f"{stem}.{factor}"]
+                    torch.testing.assert_close(product(own, stem), change, rtol=1e-9, atol=1e-12)
+                    turned = max(turned, float((turns - torch.eye(2)).abs().max()))
+            model = mean(uploads)
+        found = played(federation, ROUNDS)
+    assert (turned > 1e-4) == (strength > 0)
+    same(found, [model] * 3)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 5])
+def test_procrustes_is_no_worse_than_any_other_orthogonal_matrix(rank: int) -> None:
+    draw = torch.Generator().manual_seed(rank)
+    own, reference = (torch.randn(rank, 9, dtype=torch.float64, generator=draw) for _ in range(2))
+    found, rotation = procrustes(own, reference), procrustes(own, reference, reflections=False)
+    torch.testing.assert_close(found.mT @ found, torch.eye(rank, dtype=torch.float64))
+    torch.testing.assert_close(torch.linalg.det(rotation), torch.ones((), dtype=torch.float64))
+    for _ in range(200):
+        other, _r = torch.linalg.qr(torch.randn(rank, rank, dtype=torch.float64, generator=draw))
+        least = rotation if torch.linalg.det(other) > 0 else found
+        assert (least.mT @ own - reference).norm() <= (other.mT @ own - reference).norm() + 1e-12
+
+
+def test_users_of_unequal_rank_turn_within_their_ranks(tiny: Any) -> None:
+    federation = tiny("fedrot-lora", **{"adapters.rank": [1, 2, 4]})
+    played(federation, [USERS, USERS])
+    assert not federation.clients.state.rows[~federation.clients.mask].any()

@@ -262,6 +262,7 @@ _METHODS = {
     "feddpa": "comingle.methods.dual_lora:feddpa",
     "fedlease": "comingle.methods.clustered:fedlease",
     "fedex-lora": "comingle.methods.fedex:fedex_lora",
+    "fedrot-lora": "comingle.methods.fedex:fedrot_lora",
     "fedper": "comingle.methods.partial_sharing:fedper",
     "fedprox": "comingle.methods.baselines:fedprox",
     "flora-stacking": "comingle.methods.fedex:flora_stacking",

@@ -103,6 +103,8 @@ class CohortState(ABC):
 
     names: list[str]
     """Names of the users."""
+    round_number: int
+    """The round, counted from 0."""
 
     @property
     @abstractmethod

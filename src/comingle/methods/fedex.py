@@ -1,4 +1,4 @@
-"""Exact aggregation of LoRA products: FedEx-LoRA, FLoRA by stacking and Fed-SB."""
+"""Aggregation of LoRA products: exact (FedEx-LoRA, FLoRA by stacking, Fed-SB), or of aligned factors (FedRot-LoRA)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.methods.base import Client, ClientHook, Cohort, Method, Phase, Placement
+from comingle.methods.partial_sharing import NewOptimisers
 from comingle.methods.server import MODEL_PREFIX, Mean, Received
-from comingle.methods.settings import CountOrNone, Positive
+from comingle.methods.settings import CountOrNone, Positive, Share
 from comingle.models.lora import IN, MIDDLE, OUT, RESIDUAL, init_a
 from comingle.utils.seeds import generator
 from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
@@ -327,3 +328,93 @@ class MiddleMean(Mean):
             factors = silver_bullet(change, rank=a.shape[-2])
             for suffix, factor in zip(("a", "b", MIDDLE), factors, strict=True):
                 kept[f"{MODEL_PREFIX}{name}.{suffix}"].copy_(factor)
+
+
+def fedrot_lora(*, rotation_strength: Share = 1.0) -> Method:
+    """FedRot-LoRA: users rotate their factors A and B towards the download before the server averages them.
+
+    Source: Zhang et al. 2026, "FedRot-LoRA: Mitigating Rotational Misalignment in Federated LoRA", arXiv:2602.23638,
+    and its public code.
+    Shared: attention, 1 expert per MLP.  Local: nothing.  Frozen: the base.
+    Client: local steps on training text, with a new optimiser each round.  Then it replaces A and B of each LoRA by
+    ``R^T A`` and ``B R``, whose product is the same, with the orthogonal R that brings A (in the second, fourth ...
+    round) or B (in the third, fifth ...) closest to the downloaded one.  The first round has no rotation.
+    Server: mean of A and of B over users.
+    Differs from the paper: we had its code, abstract and introduction.  LoRA is where ``adapters`` puts it.
+
+    Args:
+        rotation_strength: 1 for the closest orthogonal matrix R; below 1 for the rotation closest to ``(1 - strength) I
+            + strength R``; 0 for none, which is FedIT with new optimisers.
+    """
+    return Method(
+        name="fedrot-lora",
+        placement=Placement(shared=LORA),
+        client=Client(phases=(Phase(roles=LORA),), parts=(NewOptimisers(), Rotate(rotation_strength))),
+        server=Mean(),
+    )
+
+
+@dataclass(frozen=True)
+class Rotate(ClientHook):
+    """Client hook of FedRot-LoRA: rotates the factors of each LoRA after local steps; their product stays the same."""
+
+    strength: float
+    language_only = True
+    looks_back = True
+
+    def end(self, cohort: Cohort) -> None:
+        """Rotate each user's factors: A towards the A of the round's start in odd rounds (from 0), B in even ones.
+
+        Args:
+            cohort: Users who are trained in one batch, with their tensors, which are changed in place.
+        """
+        if cohort.round_number == 0 or self.strength == 0:
+            return
+        aligned = "a" if cohort.round_number % 2 else "b"
+        for name, a, b in lora_pairs(cohort.tensors):
+            for rank in cohort.ranks.unique().tolist():  # ranks that a user does not have stay zero
+                users = cohort.ranks == rank
+                of_users = {"a": a[users][..., :rank, :], "b": b[users][..., :rank, :]}
+                reference = cohort.began[f"{name}.{aligned}"][users][..., :rank, :]
+                rotation = self._rotation(of_users[aligned], reference)
+                a[users, ..., :rank, :] = rotation.mT @ of_users["a"]
+                b[users, ..., :rank, :] = rotation.mT @ of_users["b"]
+
+    def _rotation(self, factors: Tensor, reference: Tensor) -> Tensor:
+        if self.strength == 1:
+            return procrustes(factors, reference)
+        return soften(procrustes(factors, reference, reflections=False), self.strength)
+
+
+def procrustes(
+    factors: Float[Tensor, "*batch rank width"],
+    reference: Float[Tensor, "*batch rank width"],
+    *,
+    reflections: bool = True,
+) -> Float[Tensor, "*batch rank rank"]:
+    """Return the orthogonal R with the smallest ``|R^T factors - reference|`` (Frobenius norm), for each pair.
+
+    With the SVD ``U S V^T`` of ``factors reference^T`` it is ``R = U V^T``. The closest rotation is ``R = U D V^T``,
+    where D is the identity but for the sign of its last entry, which makes the determinant 1.
+
+    Args:
+        factors: Factors A, or B transposed.
+        reference: Factors to align with.
+        reflections: Whether R may have the determinant -1.
+    """
+    left, _values, right = torch.linalg.svd(factors.double() @ reference.double().mT)
+    if not reflections:
+        left[..., -1] *= torch.linalg.det(left @ right).sign().unsqueeze(-1)
+    return (left @ right).to(factors)
+
+
+def soften(rotation: Float[Tensor, "*batch rank rank"], strength: float) -> Float[Tensor, "*batch rank rank"]:
+    """Return the orthogonal matrix closest to ``(1 - strength) I + strength R``.
+
+    Args:
+        rotation: Matrices R.
+        strength: Weight of R, from 0 to 1.
+    """
+    identity = torch.eye(rotation.shape[-1], dtype=rotation.dtype, device=rotation.device)
+    left, _values, right = torch.linalg.svd((1 - strength) * identity + strength * rotation)
+    return left @ right

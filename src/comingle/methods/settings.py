@@ -66,6 +66,7 @@ ExpertsOfUsers = Annotated[int | Sequence[int] | Mapping[str, int] | Literal["au
 """Number of experts in each block: one for all users, a list or a mapping with one for each, or "auto"."""
 NotNegative = Annotated[float, Range(least=0)]
 Positive = Annotated[float, Range(least=0, above=True)]
+Share = Annotated[float, Range(least=0, most=1)]
 BelowOne = Annotated[float, Range(least=0, most=1, below=True)]
 
 _SYNONYMS: Mapping[str, tuple[str, ...]] = {
