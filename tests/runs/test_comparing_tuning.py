@@ -137,9 +137,12 @@ def test_an_interrupted_tuning_is_resumed(
     last = comingle_command("compare", short, "--methods", "local,fedavg", *options, "--out", folder, "--resume")
     assert (last.code, trained) == (0, [])
     assert results(folder) == results(tmp_path / "one")
+    added = comingle_command("compare", short, "--methods", "pretrained", "--seeds", "0", "--out", folder, "--resume")
+    assert (added.code, list(results(folder))) == (0, ["pretrained", "local", "fedavg"])  # though rates differ
+    assert "picked by mean validation loss" in added.out
     replaced = comingle_command("compare", short, "--methods", "local,fedavg", *options, "--out", folder, "--force")
     assert (replaced.code, len(trained)) == (0, 8)
-    assert results(folder) == results(tmp_path / "one")
+    assert {name: results(folder)[name] for name in ("local", "fedavg")} == results(tmp_path / "one")
     other = ("--seeds", "0,1", "--tune", "training.experts.learning_rate=1e-3,3e-2")
     changed = comingle_command("compare", short, "--methods", "local", *other, "--out", folder, "--resume")
     assert changed.code == 2
