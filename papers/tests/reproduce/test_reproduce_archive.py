@@ -230,7 +230,7 @@ def test_no_other_file_takes_the_place_of_a_missing_one(comingle: Any, tmp_path:
         answer = comingle("reproduce", "comigs/table5", "--scale", "cpu", "--measured", path)
         assert (answer.code, answer.out) == (2, "")
         assert answer.err.startswith(f"comingle: --measured {path}: No such file or directory; give a path, or one of")
-        assert "comigs-cpu, field-cpu, floral-cpu, floral-paper" in answer.err
+        assert "comigs-cpu, field-cpu, floral-cpu, floral-paper, users-cpu" in answer.err
 
 
 def test_missing_seeds_of_a_row_are_told_first(file: Path) -> None:

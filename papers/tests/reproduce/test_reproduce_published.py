@@ -14,6 +14,7 @@ from comingle.utils.errors import RecipeError
 from comingle_papers.recipes import published_recipes
 from comingle_papers.reproduce.plan import Plan, RunSelection, plan
 from comingle_papers.reproduce.published import (
+    ASSUMED_FOLDER,
     DataSet,
     Experiment,
     Row,
@@ -27,12 +28,15 @@ from comingle_papers.reproduce.published import (
 EXPERIMENTS = list_experiments()
 COMIGS = {name: one for name, one in EXPERIMENTS.items() if name.startswith("comigs/")}
 TABLES = [name for name, one in COMIGS.items() if "/table" in name and any(row.paper for row in one.rows.values())]
+NATURAL = ("users/shakespeare", "users/stackexchange")
 PLANS = [(name, scale) for name in EXPERIMENTS for scale in load_experiment(name)[0].scales]
 PLANS.remove(("floral/figure7", "cpu"))  # CIFAR-100 alone, which that scale takes from a folder
 
 
 def planned(name: str, scale: str = "paper", **wanted: Any) -> Plan:
-    small = "random:llama" if scale == "cpu" and name in (*COMIGS, "field/2026") else None
+    small = "random:llama" if scale == "cpu" and name in (*COMIGS, "field/2026", *NATURAL) else None
+    if name in NATURAL:  # which no scale takes from the hub
+        wanted["data"] = wanted.get("data") or ASSUMED_FOLDER
     return plan(name, RunSelection(**{"scale": scale, "base": small, **wanted}))
 
 
@@ -65,6 +69,7 @@ def test_every_table_and_figure_of_the_paper_is_there() -> None:
         "fedmerge/pruning",
         "field/2026",
         *of_floral,
+        *NATURAL,
     ]
     for name, one in EXPERIMENTS.items():
         assert ("figure" in name or name == "comigs/hetlora") == (one.plot is not None), name
@@ -80,7 +85,7 @@ def test_every_method_exists(name: str) -> None:
 @pytest.mark.parametrize(("name", "scale"), PLANS)
 @pytest.mark.sampled(28)
 def test_every_cell_is_a_valid_recipe(name: str, scale: str, tmp_path: Path) -> None:
-    of_images = not name.startswith(("comigs/", "field/"))
+    of_images = not name.startswith(("comigs/", "field/", "users/"))
     if of_images and scale == "smoke":  # which asks whether images and questions are there, and reads none
         for folder in ("images", "xnli", "xquad"):
             (tmp_path / folder).mkdir()
