@@ -1,210 +1,301 @@
-"""Comparison with alternatives in the same run: PEFT's LoRA one adapter after another, and pfl-research's FedAvg.
+"""comingle beside other tools on the same work, in one run: seconds of a turn and peak memory.
 
-    pip install peft pfl                # in an environment of its own: pfl 0.6 wants an older dp-accounting than we do
-    python benchmarks/peers.py [--rows gpt2,small,sixteen,nets] [--iters 3] [--threads 1 --cpu-time] [--data FOLDER]
+    python benchmarks/peers.py --rows small,opacus
+    python benchmarks/peers.py --rows all --turns 3 --python PEERS/bin/python --python pfl=PFL/bin/python
+        --checkout pfllib=PFLlib --checkout pfl=pfl-research --data FOLDER
 
-Prints one JSON line: for each row what each of them took for one turn (a local iteration of every user; for nets a
-round) and ``times``, how many times faster comingle is, the median over turns in which all were timed.
+Prints one line of JSON for each row and peer, and a table at the end. Every implementation is a process of its own
+(``peers_ours.py``, ``peers_theirs.py``); they take turns: comingle, peer, comingle, ... ``times`` is how many times
+faster comingle is, the median over turns, ``memory_times`` how many times as much memory the peer takes at its peak;
+``behind`` names the measures in which comingle is not ahead. The first two turns compile and warm up.
 
-- ``gpt2``: a random GPT2-124M, 4 users, batch 4, context 128; ``small``: 4 layers, 256 wide, 4 users, batch 16;
-  ``sixteen``: the same, 16 users, batch 1. `fedit` against PEFT on one base in bfloat16 and in float32: LoRA of rank 8
-  on all linears, AdamW, an adapter for each user, who are trained in turn.
-- ``nets``: FedAvg of 784-200-10 on MNIST, 300 users, batch 32, SGD, against pfl-research's simulation in float32.
+| row | work | peers |
+|---|---|---|
+| ``gpt2``, ``small``, ``sixteen`` | a step of AdamW of every user's LoRA of rank 8 on all linears: GPT2-124M, 4 users, batch 4; 4 layers, 256 wide, 4 users, batch 16; the same, 16 users, batch 1 | PEFT, one adapter after another |
+| ``nets`` | a round of FedAvg of 784-200-10 on MNIST, 300 users, SGD | pfl-research's simulation |
+| ``blazefl`` | a round of BlazeFL's example: its small CNN, 100 users, 5 epochs of 500 stand-in images, batch 50 | BlazeFL, threads and processes |
+| ``pfllib`` | a round of PFLlib's published case: 500 users, its 4-layer CNN, 90 stand-in images, batch 10 | PFLlib |
+| ``pfl-llm`` | a round of FedAvg of one LoRA of rank 8 on all linears of a Llama, 4 layers, 256 wide: 16 users, 4 steps of 4 windows of 128 bytes, SGD | pfl-research's ``benchmarks/llm`` |
+| ``flower`` | the same with AdamW | Flower's simulation with Ray |
+| ``opacus`` | the sum of clipped gradients of 16 windows, the same model | Opacus, gradients of windows and ghost clipping |
+
+Environments: ``pip install torch peft opacus h5py scikit-learn matplotlib tqdm 'flwr[simulation]'`` and
+``pip install --pre --no-deps --ignore-requires-python blazefl`` in one, ``pip install torch pfl peft`` in another. A peer
+that is not installed is skipped, and its line says so.
 """
 
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-from collections.abc import Callable
-from typing import Any, cast
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+FOLDER = Path(__file__).parent
+BOTH = ("float32", "bfloat16")
+WARM_UP = 2
+"""Turns that are not counted."""
 
-# isort: split
-import torch
-from torch import Tensor, nn
 
-from clocks import add_clock, select_clock
-from comingle.data.samples.samples import UserSamples
-from comingle.models.hardware import keep_buffers
-from comingle.models.loading import load_base
-from comingle.training.client import train
-from many_users import RATE, initial_net, make_federation, stacked_round
-from throughput import make_clients, time_step
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Work that comingle and its peers share.
 
-CONTEXT, USERS, BATCH = 128, 300, 32
-SMALL = {"layers": 4, "dim": 256, "heads": 4, "vocab": 8192}
-SHAPES: dict[str, dict[str, int]] = {
-    "gpt2": {"layers": 12, "dim": 768, "heads": 12, "vocab": 50257, "users": 4, "batch": 4},
-    "small": {**SMALL, "users": 4, "batch": 16},
-    "sixteen": {**SMALL, "users": 16, "batch": 1},
+    Args:
+        peers: Peers of ``peers_theirs.py``.
+        tool: Name of the environment and of the checkout that they need.
+        dtypes: Number formats in which the row is measured.
+        module: Module that the peers import.
+        needs_checkout: Whether the peer's code is read from a checkout.
+    """
+
+    peers: tuple[str, ...]
+    tool: str
+    module: str
+    dtypes: tuple[str, ...] = ("float32",)
+    needs_checkout: bool = False
+
+
+ROWS: Mapping[str, Row] = {
+    "gpt2": Row(peers=("peft",), tool="peft", module="peft", dtypes=BOTH),
+    "small": Row(peers=("peft",), tool="peft", module="peft", dtypes=BOTH),
+    "sixteen": Row(peers=("peft",), tool="peft", module="peft", dtypes=BOTH),
+    "nets": Row(peers=("pfl-nets",), tool="pfl", module="pfl", dtypes=BOTH),
+    "pfl-llm": Row(peers=("pfl-llm",), tool="pfl", module="pfl", dtypes=BOTH, needs_checkout=True),
+    "flower": Row(peers=("flower",), tool="flower", module="ray", dtypes=BOTH),
+    "opacus": Row(peers=("opacus", "opacus-ghost"), tool="opacus", module="opacus"),
+    "blazefl": Row(peers=("blazefl-threads", "blazefl-processes"), tool="blazefl", module="blazefl"),
+    "pfllib": Row(peers=("pfllib",), tool="pfllib", module="h5py", needs_checkout=True),
 }
-Turn = Callable[[], object]
-"""Function that takes one local step of every user; for nets one round."""
 
 
-def comingle_turn(name: str, shape: dict[str, int]) -> Turn:
-    """Return a turn of ``fedit``: a local step of all users at once, as ``throughput.py`` times it."""
-    rest = {"method": "fedit", "experts": 2, "ctx": CONTEXT, "dtype": "auto", "device": "cpu"}
-    switches = {"users_per_step": None, "micro_batch": None, "no_compile": False, "no_native": False}
-    base = load_base(name, dtype="auto", device="cpu")
-    clients = make_clients(argparse.Namespace(**shape, **rest, **switches), base)
-    rounds = iter(range(10_000))
-    return lambda: train(clients, list(range(shape["users"])), next(rounds))
-
-
-def peft_turn(name: str, shape: dict[str, int], dtype: str) -> Turn:
-    """Return a turn that trains an adapter per user on one base, one after another.
+@dataclass(kw_only=True)
+class Worker:
+    """A process that takes the turns of one implementation.
 
     Args:
-        name: The base model.
-        shape: Sizes of the model and the batch.
-        dtype: Type of the base.
+        process: The process, which answers lines on standard input.
+        log: File with what it writes to standard error.
+        peak_bytes: Largest memory of the process and its children at once.
+        seconds: Seconds of the counted turns.
     """
-    from peft import LoraConfig, get_peft_model
 
-    base = load_base(name, dtype=dtype, device="cpu", attention="sdpa").model
-    linears = ["c_attn", "c_proj", "c_fc"]
-    config = LoraConfig(r=8, lora_alpha=16, use_rslora=True, target_modules=linears, fan_in_fan_out=True)
-    names = [f"user{i}" for i in range(shape["users"])]
-    model: Any = get_peft_model(cast(Any, base), config, adapter_name=names[0])
-    for user in names[1:]:
-        model.add_adapter(user, config)
-    tokens = torch.randint(shape["vocab"], (shape["users"], shape["batch"], CONTEXT + 1))
-    optimizers = []
-    for user in names:
-        model.set_adapter(user)
-        optimizers.append(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3))
+    process: subprocess.Popen[str]
+    log: Path
+    peak_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
 
-    def turn() -> None:
-        for user, optimizer, user_tokens in zip(names, optimizers, tokens, strict=True):
-            model.set_adapter(user)
-            logits = model(input_ids=user_tokens[:, :-1]).logits
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), user_tokens[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    def read(self) -> dict[str, Any]:
+        """Wait for an answer, and watch the memory meanwhile.
 
-    return turn
+        Raises:
+            RuntimeError: The process ended.
+        """
+        done = threading.Event()
+        watch = threading.Thread(target=self._watch_memory, args=(done,))
+        watch.start()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        done.set()
+        watch.join()
+        if not line:
+            raise RuntimeError(f"{self.process.args}: ended without an answer: ...{self.log.read_text()[-2000:]}")
+        return json.loads(line)
 
+    def ask(self, command: str) -> dict[str, Any]:
+        """Send a command and return the answer."""
+        assert self.process.stdin is not None
+        print(command, file=self.process.stdin, flush=True)
+        return self.read()
 
-class Classifier(nn.Module):
-    """A net as pfl-research wants it: with its loss, and no metrics."""
-
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.net = net
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy."""
-        return nn.functional.cross_entropy(self.net(inputs), targets)
-
-    def metrics(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-        """Return no metrics."""
-        return {}
+    def _watch_memory(self, done: threading.Event) -> None:
+        while True:
+            self.peak_bytes = max(self.peak_bytes, tree_bytes(self.process.pid))
+            if done.wait(0.1):
+                return
 
 
-def pfl_turn(net: nn.Module, users: list[UserSamples]) -> Turn:
-    """Return a function that runs a central iteration of FedAvg over all users."""
-    from pfl.aggregate.simulate import SimulatedBackend
-    from pfl.algorithm.base import NNAlgorithmParams
-    from pfl.algorithm.federated_averaging import FederatedAveraging
-    from pfl.data.dataset import Dataset
-    from pfl.data.federated_dataset import FederatedDataset
-    from pfl.hyperparam import NNTrainHyperParams
-    from pfl.model.pytorch import PyTorchModel
-
-    turns = iter(range(10**9))
-    data = FederatedDataset(
-        lambda user: Dataset((users[user].train.inputs, users[user].train.targets)), lambda: next(turns) % len(users)
-    )
-    model = PyTorchModel(
-        Classifier(net),
-        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
-        torch.optim.SGD(net.parameters(), 1.0),
-    )
-    hyper = NNTrainHyperParams(local_num_epochs=1, local_learning_rate=RATE, local_batch_size=BATCH)
-    backend = SimulatedBackend(training_data=data, val_data=data)
-
-    params = NNAlgorithmParams(
-        central_num_iterations=10**9, evaluation_frequency=10**9, train_cohort_size=len(users), val_cohort_size=None
-    )
-    algorithm = FederatedAveraging()
-
-    def turn() -> None:
-        # Iteration 1, in which nothing is evaluated.
-        contexts, _, _ = algorithm.get_next_central_contexts(model, 1, params, hyper, hyper)
-        gathered, metrics = backend.gather_results(model, algorithm, central_context=contexts[0])
-        algorithm.process_aggregated_statistics(contexts[0], metrics, model, gathered)
-
-    return turn
+def tree_bytes(pid: int) -> int:
+    """Return the peak memory (VmHWM) of a process, plus that of its children without pages that processes may share."""
+    total = 0
+    for number, member in enumerate(_descendants(pid)):
+        with suppress(OSError, ValueError, KeyError):
+            lines = Path(f"/proc/{member}/status").read_text().splitlines()
+            sizes = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
+            total += sizes["VmHWM"] - (sizes["RssFile"] + sizes["RssShmem"] if number else 0)
+    return 1024 * total
 
 
-def make_turns(row: str, data: str | None) -> dict[str, Turn]:
-    """Return the implementations of one row, comingle first.
+def _descendants(pid: int) -> list[int]:
+    """Return a process and all processes below it."""
+    found = [pid]
+    for member in found:
+        for path in Path(f"/proc/{member}/task").glob("*/children"):
+            with suppress(OSError):
+                found += map(int, path.read_text().split())
+    return found
+
+
+@contextmanager
+def start(command: Sequence[str | Path], log: Path) -> Iterator[Worker]:
+    """Start a worker and wait until it is ready; end it on exit.
 
     Args:
-        row: Name of the row.
-        data: Folder with MNIST's files; None reads the hub.
+        command: The command line.
+        log: File for what it writes to standard error.
     """
-    if row == "nets":
-        made = make_federation("mnist", USERS, "fedavg", None, data=data)
-        users = cast(list[UserSamples], made.clients.users)
-        turn, numbers = stacked_round(made), iter(range(10_000))
-        bfloat16_turn = stacked_round(make_federation("mnist", USERS, "fedavg", None, "bfloat16", data=data))
-        net = initial_net(made.clients, "mnist", "fedavg").requires_grad_()
-        return {
-            "comingle": lambda: turn(next(numbers)),
-            "comingle_bfloat16": lambda: bfloat16_turn(next(numbers)),
-            "pfl": pfl_turn(net, users),
-        }
-    shape = SHAPES[row]
-    name = "random:gpt2?" + "&".join(f"{key}={shape[key]}" for key in ("layers", "dim", "heads", "vocab"))
-    peers = {f"peft_{dtype}": peft_turn(name, shape, dtype) for dtype in ("bfloat16", "float32")}
-    return {"comingle": comingle_turn(name, shape), **peers}
+    paths = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
+    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **quiet}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with log.open("w") as errors:
+        process = subprocess.Popen([str(part) for part in command], stderr=errors, env=surroundings, **pipes)
+    worker = Worker(process=process, log=log)
+    try:
+        worker.read()
+        yield worker
+    finally:
+        process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
-def compare(row: str, iters: int, clock: Callable[[], float], data: str | None = None) -> dict[str, Any]:
-    """Return the seconds of a turn of each implementation and the speed-ups of comingle.
+def is_installed(python: str, module: str) -> bool:
+    """Return whether an interpreter finds a module."""
+    script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([python, "-c", script], capture_output=True).returncode == 0
+
+
+def compare(name: str, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a row in one number format: one for each peer.
 
     Args:
-        row: Name of the row.
-        iters: Number of timed turns.
-        clock: Function that returns the time in seconds.
-        data: Folder with MNIST's files.
+        name: Name of the row.
+        dtype: Number format.
+        args: The command line.
     """
-    turns = make_turns(row, data)
-    times: dict[str, list[float]] = {key: [] for key in turns}
-    for number in range(iters + 2):  # the first two rounds compile and warm up
-        for key, turn in turns.items():
-            seconds = time_step(turn, clock)
-            if number >= 2:
-                times[key].append(seconds)
-    ours = {key: seconds for key, seconds in times.items() if key.startswith("comingle")}
-    ratios = {
-        f"{peer}/{key}": round(statistics.median(b / a for a, b in zip(ours[key], times[peer], strict=True)), 2)
-        for key in ours
-        for peer in times
-        if peer not in ours
+    row = ROWS[name]
+    python = args.python.get(row.tool) or args.python.get("") or sys.executable
+    checkout = args.checkout.get(row.tool)
+    reason = "" if is_installed(python, row.module) else f"{row.module} is not installed for {Path(python).name}"
+    if row.needs_checkout and checkout is None:
+        reason = f"no --checkout {row.tool}=FOLDER"
+    if reason and not args.ours_alone:
+        yield {"row": name, "dtype": dtype, "skipped": reason}
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        options = ["--work", folder, "--dtype", dtype, "--threads", str(args.threads)]
+        own = [*options, *(["--data", args.data] if args.data else []), *(["--toy"] if args.toy else [])]
+        with start([sys.executable, FOLDER / "peers_ours.py", name, *own], folder / "ours.log") as ours:
+            if reason:
+                found = measure({"comingle": ours}, args.turns)
+                yield {"row": name, "dtype": dtype, "comingle": found["comingle"], "skipped": reason}
+                return
+            theirs = [*options, *(["--checkout", Path(checkout).resolve()] if checkout else [])]
+            with ExitStack() as stack:
+                workers = {"comingle": ours}
+                for peer in row.peers:
+                    command = [python, FOLDER / "peers_theirs.py", peer, *theirs]
+                    workers[peer] = stack.enter_context(start(command, folder / f"{peer}.log"))
+                found = measure(workers, args.turns)
+            for peer in row.peers:
+                yield compared(name, dtype, peer, found)
+
+
+def measure(workers: Mapping[str, Worker], turns: int) -> dict[str, dict[str, Any]]:
+    """Return what each worker took: seconds of its turns, peak memory, and what its model has learnt.
+
+    Args:
+        workers: The workers by name; they take turns.
+        turns: Number of counted turns.
+    """
+    for number in range(WARM_UP + turns):
+        for worker in workers.values():
+            seconds = worker.ask("turn")["seconds"]
+            if number >= WARM_UP:
+                worker.seconds.append(seconds)
+    peaks = {name: worker.peak_bytes for name, worker in workers.items()}  # before scores, which take memory
+    return {
+        name: {"turns": worker.seconds, "peak_mib": peaks[name] >> 20, **worker.ask("score")}
+        for name, worker in workers.items()
     }
-    return {"seconds": {key: round(statistics.median(s), 3) for key, s in times.items()}, "times": ratios}
+
+
+def compared(name: str, dtype: str, peer: str, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the line of a peer.
+
+    Args:
+        name: Name of the row.
+        dtype: Number format.
+        peer: Name of the peer.
+        found: What comingle and the peer took.
+    """
+    ours, theirs = found["comingle"], found[peer]
+    times = statistics.median(b / a for a, b in zip(ours["turns"], theirs["turns"], strict=True))
+    memory = theirs["peak_mib"] / ours["peak_mib"]
+    behind = [measure for measure, ratio in (("seconds", times), ("memory", memory)) if ratio <= 1]
+    sides = {
+        side: {"seconds": round(statistics.median(of["turns"]), 3)} | {k: v for k, v in of.items() if k != "turns"}
+        for side, of in (("comingle", ours), ("peer", theirs))
+    }
+    ratios = {"times": round(times, 2), "memory_times": round(memory, 2), "behind": behind}
+    return {"row": name, "dtype": dtype, "name": peer, **sides, **ratios}
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the lines as a table."""
+    header = "| row | peer | comingle | peer | times | MiB: comingle, peer | behind in |"
+    rows = [header, "|---|---|---|---|---|---|---|"]
+    for line in lines:
+        if "skipped" in line:
+            continue
+        ours, theirs = line["comingle"], line["peer"]
+        cells = [f"{line['row']}, {line['dtype']}", line["name"], f"{ours['seconds']} s", f"{theirs['seconds']} s"]
+        cells += [f"{line['times']}", f"{ours['peak_mib']}, {theirs['peak_mib']}", ", ".join(line["behind"]) or "-"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def named(values: Sequence[str]) -> dict[str, str]:
+    """Return ``NAME=PATH`` options by name; a path alone has the name ``""``."""
+    return {name if path else "": path or name for name, _, path in (value.partition("=") for value in values)}
 
 
 def main() -> None:
-    """Compare the rows and print one line of JSON."""
+    """Compare the rows, and print a line of JSON for each peer and a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="gpt2,small,sixteen,nets")
+    parser.add_argument("--rows", default="gpt2,small,sixteen,nets", help=f"of {', '.join(ROWS)}, or all")
+    parser.add_argument("--dtypes", default=",".join(BOTH))
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--python", action="append", default=[], metavar="[TOOL=]PATH", help="Python of the peers")
+    parser.add_argument("--checkout", action="append", default=[], metavar="TOOL=FOLDER", help="public code of a peer")
     parser.add_argument("--data", help="a folder with MNIST's files, where the hub is not at hand")
-    parser.add_argument("--iters", type=int, default=3)
-    add_clock(parser)
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, which only show that everything runs")
+    parser.add_argument("--ours-alone", action="store_true", help="run comingle's side where a peer is not installed")
     args = parser.parse_args()
-    clock = select_clock(parser, args)
-    keep_buffers()
-    rows = {row: compare(row, args.iters, clock.now, args.data) for row in args.rows.split(",")}
-    print(json.dumps({**clock.fields, **rows}))
+    args.python, args.checkout = named(args.python), named(args.checkout)
+    lines = []
+    for name in ROWS if args.rows == "all" else args.rows.split(","):
+        for dtype in ROWS[name].dtypes:
+            if dtype not in args.dtypes.split(","):
+                continue
+            for line in compare(name, dtype, args):
+                print(json.dumps(line), flush=True)
+                lines.append(line)
+    print(table(lines))
 
 
 if __name__ == "__main__":
