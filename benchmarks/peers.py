@@ -7,21 +7,23 @@
 Prints one line of JSON for each row and peer, and a table at the end. Every implementation is a process of its own
 (``peers_ours.py``, ``peers_theirs.py``); they take turns: comingle, peer, comingle, ... ``times`` is how many times
 faster comingle is, the median over turns, ``memory_times`` how many times as much memory the peer takes at its peak;
-``behind`` names the measures in which comingle is not ahead. The first two turns compile and warm up.
+``behind`` names the measures in which comingle is not ahead. The first turns, which compile, do not count.
 
-| row | work | peers |
-|---|---|---|
-| ``gpt2``, ``small``, ``sixteen`` | a step of AdamW of every user's LoRA of rank 8 on all linears: GPT2-124M, 4 users, batch 4; 4 layers, 256 wide, 4 users, batch 16; the same, 16 users, batch 1 | PEFT, one adapter after another |
-| ``nets`` | a round of FedAvg of 784-200-10 on MNIST, 300 users, SGD | pfl-research's simulation |
-| ``blazefl`` | a round of BlazeFL's example: its small CNN, 100 users, 5 epochs of 500 stand-in images, batch 50 | BlazeFL, threads and processes |
-| ``pfllib`` | a round of PFLlib's published case: 500 users, its 4-layer CNN, 90 stand-in images, batch 10 | PFLlib |
-| ``pfl-llm`` | a round of FedAvg of one LoRA of rank 8 on all linears of a Llama, 4 layers, 256 wide: 16 users, 4 steps of 4 windows of 128 bytes, SGD | pfl-research's ``benchmarks/llm`` |
-| ``flower`` | the same with AdamW | Flower's simulation with Ray |
-| ``opacus`` | the sum of clipped gradients of 16 windows, the same model | Opacus, gradients of windows and ghost clipping |
+- ``gpt2``, ``small``, ``sixteen``: a step of AdamW of every user's LoRA of rank 8 on all linears. GPT2-124M, 4 users,
+  batch 4; 4 layers, 256 wide, 4 users, batch 16; the same, 16 users, batch 1. Beside PEFT, one adapter after another.
+- ``nets``: a round of FedAvg of 784-200-10 on MNIST, 300 users, SGD. Beside pfl-research's simulation.
+- ``pfl-llm``: a round of FedAvg of one LoRA of rank 8 on all linears of a Llama, 4 layers, 256 wide: 16 users, 4 steps
+  of 4 windows of 128 bytes, SGD. Beside pfl-research's ``benchmarks/llm``.
+- ``flower``: the same with AdamW. Beside Flower's simulation on Ray, an actor for each core.
+- ``opacus``: the sum of clipped gradients of 16 windows, the same model. Beside Opacus, with gradients of
+  single windows and with ghost clipping; ``difference`` is the relative one of the two sums.
+- ``blazefl``: a round of BlazeFL's example, its small CNN, 100 users, an epoch of 500 stand-in images, batch 50. Beside
+  BlazeFL with threads and with processes; ``bitwise`` says whether a round repeats bit by bit.
+- ``pfllib``: a round of PFLlib's published case, 500 users, its 4-layer CNN, 90 stand-in images, batch 10.
 
 Environments: ``pip install torch peft opacus h5py scikit-learn matplotlib tqdm 'flwr[simulation]'`` and
-``pip install --pre --no-deps --ignore-requires-python blazefl`` in one, ``pip install torch pfl peft`` in another. A peer
-that is not installed is skipped, and its line says so.
+``pip install --pre --no-deps --ignore-requires-python blazefl`` in one, ``pip install torch pfl peft`` in another. A
+peer that is not installed is skipped, and its line says so. Losses are of the shared model after all turns.
 """
 
 from __future__ import annotations
@@ -42,8 +44,6 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 BOTH = ("float32", "bfloat16")
-WARM_UP = 2
-"""Turns that are not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ class Row:
         dtypes: Number formats in which the row is measured.
         module: Module that the peers import.
         needs_checkout: Whether the peer's code is read from a checkout.
+        warm_up: Turns that are not counted.
     """
 
     peers: tuple[str, ...]
@@ -63,18 +64,19 @@ class Row:
     module: str
     dtypes: tuple[str, ...] = ("float32",)
     needs_checkout: bool = False
+    warm_up: int = 2
 
 
 ROWS: Mapping[str, Row] = {
     "gpt2": Row(peers=("peft",), tool="peft", module="peft", dtypes=BOTH),
     "small": Row(peers=("peft",), tool="peft", module="peft", dtypes=BOTH),
     "sixteen": Row(peers=("peft",), tool="peft", module="peft", dtypes=BOTH),
-    "nets": Row(peers=("pfl-nets",), tool="pfl", module="pfl", dtypes=BOTH),
+    "nets": Row(peers=("pfl-nets",), tool="pfl", module="pfl", dtypes=BOTH, warm_up=1),
     "pfl-llm": Row(peers=("pfl-llm",), tool="pfl", module="pfl", dtypes=BOTH, needs_checkout=True),
     "flower": Row(peers=("flower",), tool="flower", module="ray", dtypes=BOTH),
     "opacus": Row(peers=("opacus", "opacus-ghost"), tool="opacus", module="opacus"),
-    "blazefl": Row(peers=("blazefl-threads", "blazefl-processes"), tool="blazefl", module="blazefl"),
-    "pfllib": Row(peers=("pfllib",), tool="pfllib", module="h5py", needs_checkout=True),
+    "blazefl": Row(peers=("blazefl-threads", "blazefl-processes"), tool="blazefl", module="blazefl", warm_up=1),
+    "pfllib": Row(peers=("pfllib",), tool="pfllib", module="h5py", needs_checkout=True, warm_up=1),
 }
 
 
@@ -130,7 +132,9 @@ def tree_bytes(pid: int) -> int:
     for number, member in enumerate(_descendants(pid)):
         with suppress(OSError, ValueError, KeyError):
             lines = Path(f"/proc/{member}/status").read_text().splitlines()
-            sizes = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
+            sizes = {
+                key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines) if "kB" in rest
+            }
             total += sizes["VmHWM"] - (sizes["RssFile"] + sizes["RssShmem"] if number else 0)
     return 1024 * total
 
@@ -200,7 +204,7 @@ def compare(name: str, dtype: str, args: argparse.Namespace) -> Iterator[dict[st
         own = [*options, *(["--data", args.data] if args.data else []), *(["--toy"] if args.toy else [])]
         with start([sys.executable, FOLDER / "peers_ours.py", name, *own], folder / "ours.log") as ours:
             if reason:
-                found = measure({"comingle": ours}, args.turns)
+                found = measure({"comingle": ours}, args.turns, row.warm_up)
                 yield {"row": name, "dtype": dtype, "comingle": found["comingle"], "skipped": reason}
                 return
             theirs = [*options, *(["--checkout", Path(checkout).resolve()] if checkout else [])]
@@ -209,22 +213,23 @@ def compare(name: str, dtype: str, args: argparse.Namespace) -> Iterator[dict[st
                 for peer in row.peers:
                     command = [python, FOLDER / "peers_theirs.py", peer, *theirs]
                     workers[peer] = stack.enter_context(start(command, folder / f"{peer}.log"))
-                found = measure(workers, args.turns)
+                found = measure(workers, args.turns, row.warm_up)
             for peer in row.peers:
                 yield compared(name, dtype, peer, found)
 
 
-def measure(workers: Mapping[str, Worker], turns: int) -> dict[str, dict[str, Any]]:
+def measure(workers: Mapping[str, Worker], turns: int, warm_up: int) -> dict[str, dict[str, Any]]:
     """Return what each worker took: seconds of its turns, peak memory, and what its model has learnt.
 
     Args:
         workers: The workers by name; they take turns.
         turns: Number of counted turns.
+        warm_up: Number of turns before them.
     """
-    for number in range(WARM_UP + turns):
+    for number in range(warm_up + turns):
         for worker in workers.values():
             seconds = worker.ask("turn")["seconds"]
-            if number >= WARM_UP:
+            if number >= warm_up:
                 worker.seconds.append(seconds)
     peaks = {name: worker.peak_bytes for name, worker in workers.items()}  # before scores, which take memory
     return {
@@ -278,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="gpt2,small,sixteen,nets", help=f"of {', '.join(ROWS)}, or all")
     parser.add_argument("--dtypes", default=",".join(BOTH))
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", "--iters", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--python", action="append", default=[], metavar="[TOOL=]PATH", help="Python of the peers")
     parser.add_argument("--checkout", action="append", default=[], metavar="TOOL=FOLDER", help="public code of a peer")

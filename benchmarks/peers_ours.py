@@ -42,14 +42,14 @@ RANK, SCALE = 8, 1.0
 SMALL = {"layers": 4, "dim": 256, "heads": 4, "vocab": 8192}
 TEXT = {"family": "llama", **SMALL, "vocab": 259, "users": 16, "batch": 4, "steps": 4}
 SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": {"layers": 12, "dim": 768, "heads": 12, "vocab": 50257, "users": 4, "batch": 4},
-    "small": {**SMALL, "users": 4, "batch": 16},
-    "sixteen": {**SMALL, "users": 16, "batch": 1},
+    "gpt2": {"layers": 12, "dim": 768, "heads": 12, "vocab": 50257, "users": 4, "batch": 4, "rate": 2e-3},
+    "small": {**SMALL, "users": 4, "batch": 16, "rate": 2e-3},
+    "sixteen": {**SMALL, "users": 16, "batch": 1, "rate": 2e-3},
     "flower": {**TEXT, "rate": 2e-3},
     "pfl-llm": {**TEXT, "rate": 0.1, "clip": 1.0, "optimizer": "sgd"},
     "opacus": {**TEXT, "users": 1, "batch": 16, "steps": 1, "rate": 2e-3, "clip": 0.1},
     "nets": {"users": 300},
-    "blazefl": {"users": 100, "samples": 500, "classes": 10, "batch": 50, "epochs": 5, "rate": 0.1},
+    "blazefl": {"users": 100, "samples": 500, "classes": 10, "batch": 50, "epochs": 1, "rate": 0.1},
     "pfllib": {"users": 500, "samples": 90, "classes": 100, "batch": 10, "epochs": 1, "rate": 0.005},
 }
 TOY = {"layers": 1, "dim": 32, "heads": 2, "users": 2, "batch": 2, "steps": 2, "samples": 20}
@@ -78,7 +78,10 @@ def text_row(row: str, shape: Mapping[str, Any], args: argparse.Namespace) -> Si
     load_base(f"random:{family}?{sizes}", dtype="float32", device="cpu").model.save_pretrained(folder)
     work: dict[str, Any] = {
         **{key: value for key, value in shape.items() if key not in ("layers", "dim", "heads")},
-        **{"rank": RANK, "scale": SCALE, "context": CONTEXT, "turned": family == "gpt2", "rate": shape.get("rate", 2e-3)},
+        "rank": RANK,
+        "scale": SCALE,
+        "context": CONTEXT,
+        "turned": family == "gpt2",
         "linears": ["c_attn", "c_proj", "c_fc"] if family == "gpt2" else "all-linear",
     }
     if "steps" in shape:
@@ -109,7 +112,7 @@ def random_users(shape: Mapping[str, Any]) -> list[UserData]:
 
 
 def demo_users(shape: Mapping[str, Any]) -> list[UserData]:
-    """Return users with parts of a demo user's text, as bytes: as many windows as a round trains on, and test windows."""
+    """Return users with parts of a demo user's text, as bytes: the windows of a round, and test windows."""
     count = shape["steps"] * shape["batch"] * (CONTEXT + 1)
     test = TEST_WINDOWS * CONTEXT + 1
     text = torch.tensor(list("\n".join(read_library()).encode()), dtype=torch.int32)
@@ -131,12 +134,14 @@ def text_clients(base: Any, users: list[UserData], shape: Mapping[str, Any], *, 
     method = make("fedit")
     placement = method.placement
     counts = ExpertCounts(generalists=placement.generalists, specialists=placement.specialists_of(len(users)))
-    has_text = "steps" in shape
-    adapters = AdaptersSection(rank=RANK, alpha=SCALE * RANK**0.5) if has_text else AdaptersSection()
+    adapters = AdaptersSection(rank=RANK, alpha=SCALE * RANK**0.5)
     model = adapt(base, adapters, counts, routed=placement.routed, compiled=True, native_code=True)
+    name = shape.get("optimizer", "adamw")
     optimizer = OptimizerSection(
-        **{"name": shape.get("optimizer", "adamw"), "learning_rate": shape.get("rate", 2e-3)},
-        **({"weight_decay": 0.0, "schedule": "constant"} if has_text else {}),
+        name=name,
+        learning_rate=shape["rate"],
+        weight_decay=0.01 if name == "adamw" else 0.0,
+        schedule="constant",
         clip_norm=None if private else shape.get("clip"),
     )
     training = TrainingSection(

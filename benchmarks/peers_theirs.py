@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,9 +43,16 @@ class Side:
     score: Callable[[], dict[str, Any]] = dict
 
 
-def read_work(folder: Path) -> Work:
-    """Return the contents of a row, as ``peers_ours.py`` wrote them."""
-    return {**torch.load(folder / "work.pt", weights_only=True), "folder": folder}
+def read_work(folder: Path, dtype: str, checkout: Path | None = None) -> Work:
+    """Return the contents of a row, as ``peers_ours.py`` wrote them.
+
+    Args:
+        folder: Folder of the work.
+        dtype: Number format of models.
+        checkout: Folder of the peer's public code, for peers that are not a package.
+    """
+    written = torch.load(folder / "work.pt", weights_only=True)
+    return {**written, "folder": folder, "dtype": dtype, "checkout": checkout}
 
 
 @cache
@@ -75,18 +83,17 @@ def answer(side: Side) -> None:
 # -------------------------------------------------------------------- language models
 
 
-def load_model(work: Work, dtype: str, *, adapters: Sequence[str] = ("default",)) -> Any:
+def load_model(work: Work, *, adapters: Sequence[str] = ("default",)) -> Any:
     """Return a row's base model with PEFT's LoRA on all linears, starting as comingle's does.
 
     Args:
-        work: Contents of the row.
-        dtype: Number format of the base; the LoRA is float32.
+        work: Contents of the row; its number format is that of the base, the LoRA is float32.
         adapters: Names of the adapters.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(work["folder"] / "base", dtype=getattr(torch, dtype))
+    base = AutoModelForCausalLM.from_pretrained(work["folder"] / "base", dtype=getattr(torch, work["dtype"]))
     base.config.use_cache = False
     config = LoraConfig(
         r=work["rank"],
@@ -118,12 +125,11 @@ def test_loss(model: Any, work: Work) -> dict[str, Any]:
     return {"loss": next_token_loss(model.eval(), work["test"].flatten(0, 1)).item()}
 
 
-def peft(work: Work, dtype: str, checkout: Path | None) -> Side:
+def peft(work: Work) -> Side:
     """Return PEFT: an adapter for each user on one base, trained one after another."""
-    del checkout
     users = work["users"]
     names = [f"user{i}" for i in range(users)]
-    model = load_model(work, dtype, adapters=names)
+    model = load_model(work, adapters=names)
     tokens = torch.randint(work["vocab"], (users, work["batch"], work["context"] + 1))
     optimizers = []
     for user in names:
@@ -153,8 +159,8 @@ def flower_client(message: Any, context: Any, folder: Path, dtype: str) -> Any:
 
     if folder not in _LOADED:
         torch.set_num_threads(1)  # an actor for each core
-        work = read_work(folder)
-        _LOADED[folder] = (work, load_model(work, dtype))
+        work = read_work(folder, dtype)
+        _LOADED[folder] = (work, load_model(work))
     work, model = _LOADED[folder]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     model.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
@@ -172,16 +178,15 @@ def flower_client(message: Any, context: Any, folder: Path, dtype: str) -> Any:
 _LOADED: dict[Path, tuple[Work, Any]] = {}
 
 
-def flower(work: Work, dtype: str, checkout: Path | None) -> None:
+def flower(work: Work) -> None:
     """Answer turns from within Flower's simulation: FedAvg of one LoRA, an actor for each core."""
-    del checkout
     from flwr.app import ArrayRecord
     from flwr.clientapp import ClientApp
     from flwr.serverapp import ServerApp
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    folder, users = work["folder"], work["users"]
+    folder, dtype, users = work["folder"], work["dtype"], work["users"]
     client, server = ClientApp(), ServerApp()
 
     @client.train()
@@ -191,7 +196,7 @@ def flower(work: Work, dtype: str, checkout: Path | None) -> None:
     @server.main()
     def take_turns(grid: Any, context: Any) -> None:
         del context
-        model = load_model(work, dtype)
+        model = load_model(work)
         lora = [ArrayRecord({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})]
         strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=users, min_available_nodes=users)
 
@@ -245,17 +250,16 @@ def pfl_turn(model: Any, users: Sequence[Any], rate: float, *, batch: int, clip:
     return Side(turn=turn)
 
 
-def pfl_llm(work: Work, dtype: str, checkout: Path | None) -> Side:
+def pfl_llm(work: Work) -> Side:
     """Return pfl-research's ``benchmarks/llm``: its wrapper of the model, local SGD, FedAvg; users are partitions."""
-    assert checkout is not None, "needs a checkout of pfl-research"
-    sys.path.insert(0, str(checkout / "benchmarks"))
+    sys.path.insert(0, str(work["checkout"] / "benchmarks"))
     from model.hugging_face import causal_lm_metrics_fn, wrap_hugging_face_model
     from pfl.data.pytorch import PyTorchTensorDataset
     from pfl.model.pytorch import PyTorchModel
 
-    module = wrap_hugging_face_model(load_model(work, "float32"), None, causal_lm_metrics_fn)
+    module = wrap_hugging_face_model(load_model({**work, "dtype": "float32"}), None, causal_lm_metrics_fn)
     central = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 1.0)
-    model = PyTorchModel(module, torch.optim.SGD, central, amp_dtype=getattr(torch, dtype))
+    model = PyTorchModel(module, torch.optim.SGD, central, amp_dtype=getattr(torch, work["dtype"]))
     users = []
     for number, windows in enumerate(work["train"]):
         inputs = windows[:, :-1].contiguous()
@@ -265,21 +269,18 @@ def pfl_llm(work: Work, dtype: str, checkout: Path | None) -> Side:
     return Side(turn=rounds.turn, score=lambda: test_loss(module, work))
 
 
-def opacus(work: Work, dtype: str, checkout: Path | None, *, ghost: bool = False) -> Side:
+def opacus(work: Work, *, ghost: bool = False) -> Side:
     """Return Opacus: the sum of clipped gradients of single windows, for a LoRA.
 
     Args:
         work: Contents of the row.
-        dtype: Number format of the base.
-        checkout: Not used.
         ghost: Whether norms are computed without gradients of single windows, in two backward passes.
     """
-    del checkout
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
-    model = load_model(work, dtype).train()
+    model = load_model(work).train()
     windows, bound = work["train"][0][: work["batch"]], work["clip"]
     options: dict[str, Any] = {"loss_reduction": "sum", "strict": False}
     rule: dict[str, Any] = {"max_grad_norm": bound, "expected_batch_size": len(windows), "loss_reduction": "sum"}
@@ -310,8 +311,8 @@ def opacus(work: Work, dtype: str, checkout: Path | None, *, ghost: bool = False
     def score() -> dict[str, Any]:
         ours = torch.load(work["folder"] / "sums.pt", weights_only=True)
         theirs = {name.replace(".default", ""): p.summed_grad for name, p in parameters.items()}
-        difference = sum((ours[name] - value).square().sum() for name, value in theirs.items()).sqrt()
-        return {"difference": float(difference / sum(value.square().sum() for value in ours.values()).sqrt())}
+        difference = math.sqrt(sum(float((ours[name] - value).square().sum()) for name, value in theirs.items()))
+        return {"difference": difference / math.sqrt(sum(float(value.square().sum()) for value in ours.values()))}
 
     return Side(turn=turn, score=score)
 
@@ -360,9 +361,8 @@ class Classifier(nn.Module):
         return {}
 
 
-def pfl_nets(work: Work, dtype: str, checkout: Path | None) -> Side:
+def pfl_nets(work: Work) -> Side:
     """Return pfl-research's FedAvg of a net with one hidden layer."""
-    del checkout
     from pfl.data.dataset import Dataset
     from pfl.model.pytorch import PyTorchModel
 
@@ -373,7 +373,7 @@ def pfl_nets(work: Work, dtype: str, checkout: Path | None) -> Side:
         Classifier(net),
         lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
         torch.optim.SGD(net.parameters(), 1.0),
-        amp_dtype=getattr(torch, dtype),
+        amp_dtype=getattr(torch, work["dtype"]),
     )
     users = [Dataset(pair) for pair in zip(work["inputs"], work["targets"], strict=True)]
     rounds = pfl_turn(model, users, work["rate"], batch=work["batch"])
@@ -394,12 +394,12 @@ class FilesOfUsers:
         """Return the samples of user ``cid``."""
         return torch.utils.data.TensorDataset(*torch.load(self.folder / f"{cid}.pt", weights_only=True))
 
-    def set_dataset(self, type_: str, cid: int | None, dataset: Any) -> None:
+    def set_dataset(self, **written: Any) -> None:
         """Do nothing: the samples do not change."""
 
-    def get_dataloader(self, type_: str, cid: int | None, batch_size: int | None = None, generator: Any = None) -> Any:
+    def get_dataloader(self, *, cid: int, type_: str, **options: Any) -> Any:
         """Return a loader of a user's samples in random order."""
-        return torch.utils.data.DataLoader(self.get_dataset(type_, cid), batch_size, shuffle=True, generator=generator)
+        return torch.utils.data.DataLoader(self.get_dataset(type_, cid), shuffle=True, **options)
 
 
 @dataclass(frozen=True)
@@ -413,17 +413,13 @@ class NetSelector:
         return load_in_order(small_net(), self.state)
 
 
-def blazefl(work: Work, dtype: str, checkout: Path | None, *, processes: bool = False) -> Side:
+def blazefl(work: Work, *, processes: bool = False) -> Side:
     """Return BlazeFL's FedAvg with its example's net, with a thread or a process for each core.
 
     Args:
         work: Contents of the row.
-        dtype: float32.
-        checkout: Not used.
         processes: Whether clients run in a pool of processes rather than of threads.
     """
-    del checkout
-    assert dtype == "float32"
     from blazefl.contrib import FedAvgBaseServerHandler, FedAvgProcessPoolClientTrainer, FedAvgThreadPoolClientTrainer
 
     cores = torch.get_num_threads()
@@ -471,11 +467,9 @@ def blazefl(work: Work, dtype: str, checkout: Path | None, *, processes: bool = 
     return Side(turn=turn, score=score)
 
 
-def pfllib(work: Work, dtype: str, checkout: Path | None) -> Side:
+def pfllib(work: Work) -> Side:
     """Return PFLlib's FedAvg with its 4-layer CNN; its users' models stay in memory, their data in files."""
-    assert dtype == "float32"
-    assert checkout is not None, "needs a checkout of PFLlib"
-    sys.path.insert(0, str(checkout / "system"))
+    sys.path.insert(0, str(work["checkout"] / "system"))
     import numpy as np
     from flcore.servers.serveravg import FedAvg
     from flcore.trainmodel.models import BaseHeadSplit, FedAvgCNN
@@ -493,16 +487,16 @@ def pfllib(work: Work, dtype: str, checkout: Path | None) -> Side:
 
     net = load_in_order(FedAvgCNN(in_features=3, num_classes=work["classes"], dim=1600), work["state"])
     head, net.fc = net.fc, nn.Identity()
-    settings = {
-        **{"model": BaseHeadSplit(net, head), "device": "cpu", "dataset": "images", "num_classes": work["classes"]},
-        **{"global_rounds": 1, "local_epochs": work["epochs"], "batch_size": work["batch"], "num_clients": work["users"]},
-        **{"local_learning_rate": work["rate"], "join_ratio": 1.0, "random_join_ratio": False, "few_shot": 0},
-        **{"algorithm": "FedAvg", "time_select": False, "goal": "test", "time_threthold": 10000, "top_cnt": 100},
-        **{"save_folder_name": "items", "auto_break": False, "eval_gap": 10**9, "client_drop_rate": 0.0},
-        **{"train_slow_rate": 0.0, "send_slow_rate": 0.0, "dlg_eval": False, "dlg_gap": 100, "num_new_clients": 0},
-        **{"batch_num_per_client": 2, "fine_tuning_epoch_new": 0, "learning_rate_decay": False},
-        "learning_rate_decay_gamma": 0.99,
-    }
+    settings: dict[str, Any] = {"model": BaseHeadSplit(net, head), "device": "cpu", "dataset": "images"}
+    settings |= {"num_classes": work["classes"], "global_rounds": 1, "local_epochs": work["epochs"]}
+    settings |= {"batch_size": work["batch"], "num_clients": work["users"], "local_learning_rate": work["rate"]}
+    # The rest are its defaults.
+    settings |= {"join_ratio": 1.0, "random_join_ratio": False, "few_shot": 0, "algorithm": "FedAvg", "goal": "test"}
+    settings |= {"time_select": False, "time_threthold": 10000, "top_cnt": 100, "save_folder_name": "items"}
+    settings |= {"auto_break": False, "eval_gap": 1, "client_drop_rate": 0.0, "train_slow_rate": 0.0}
+    settings |= {"send_slow_rate": 0.0, "dlg_eval": False, "dlg_gap": 100, "num_new_clients": 0}
+    settings |= {"batch_num_per_client": 2, "fine_tuning_epoch_new": 0, "learning_rate_decay": False}
+    settings |= {"learning_rate_decay_gamma": 0.99}
     server: Any = FedAvg(SimpleNamespace(**settings), 0)
 
     def turn() -> None:  # its round, without the evaluation
@@ -516,38 +510,32 @@ def pfllib(work: Work, dtype: str, checkout: Path | None) -> Side:
     return Side(turn=turn, score=lambda: training_score(server.global_model, work))
 
 
-PEERS: dict[str, Callable[[Work, str, Path | None], Side | None]] = {
+PEERS: dict[str, Callable[[Work], Side | None]] = {
     "peft": peft,
     "flower": flower,
     "pfl-llm": pfl_llm,
     "pfl-nets": pfl_nets,
     "opacus": opacus,
-    "opacus-ghost": lambda *given: opacus(*given, ghost=True),
+    "opacus-ghost": lambda work: opacus(work, ghost=True),
     "blazefl-threads": blazefl,
-    "blazefl-processes": lambda *given: blazefl(*given, processes=True),
+    "blazefl-processes": lambda work: blazefl(work, processes=True),
     "pfllib": pfllib,
 }
 """Peers by name. A peer whose simulation calls our code, and not the other way round, answers by itself: None."""
 
 
-def arguments() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the options of the command line."""
-    yield "name", {"choices": sorted(PEERS)}
-    yield "--work", {"type": Path, "required": True}
-    yield "--dtype", {"default": "float32"}
-    yield "--checkout", {"type": Path}
-    yield "--threads", {"type": int, "default": 2}
-
-
 def main() -> None:
     """Make the peer's side and answer turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, options in arguments():
-        parser.add_argument(name, **options)
+    parser.add_argument("name", choices=sorted(PEERS))
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--checkout", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     replies()
     torch.set_num_threads(args.threads)
-    side = PEERS[args.name](read_work(args.work), args.dtype, args.checkout)
+    side = PEERS[args.name](read_work(args.work, args.dtype, args.checkout))
     if side is not None:
         answer(side)
 

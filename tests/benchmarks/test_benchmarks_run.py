@@ -61,3 +61,23 @@ def test_adapters_of_many_users_are_served_from_disk() -> None:
     assert found["of_fewest"]["2"] == 1
     assert found["reads"]["9"] > 0
     assert found["edge_ratio"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["sixteen", "opacus", "flower", "blazefl"])
+def test_peers_take_turns_beside_comingle(row: str) -> None:
+    """Where the peer is not installed, comingle's side still runs."""
+    options = ["--rows", row, "--dtypes", "float32", "--toy", "--turns", "1", "--ours-alone"]
+    command = [sys.executable, "peers.py", *options]
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines
+    for line in lines:
+        assert line["comingle"]["peak_mib"] > 0
+        if "skipped" in line:
+            assert line["comingle"]["turns"][0] > 0
+            continue
+        assert line["times"] > 0
+        assert ("seconds" in line["behind"]) == (line["times"] <= 1)
+        assert line["peer"].get("difference", 0) < 1e-5
