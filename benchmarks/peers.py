@@ -89,12 +89,14 @@ class Worker:
         log: File with what it writes to standard error.
         peak_bytes: Largest memory of the process and its children at once.
         seconds: Seconds of the counted turns.
+        cpu_seconds: Processor time of the process itself in these turns, without its children.
     """
 
     process: subprocess.Popen[str]
     log: Path
     peak_bytes: int = 0
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
 
     def read(self) -> dict[str, Any]:
         """Wait for an answer, and watch the memory meanwhile.
@@ -228,12 +230,18 @@ def measure(workers: Mapping[str, Worker], turns: int, warm_up: int) -> dict[str
     """
     for number in range(warm_up + turns):
         for worker in workers.values():
-            seconds = worker.ask("turn")["seconds"]
+            took = worker.ask("turn")
             if number >= warm_up:
-                worker.seconds.append(seconds)
+                worker.seconds.append(took["seconds"])
+                worker.cpu_seconds.append(took["cpu_seconds"])
     peaks = {name: worker.peak_bytes for name, worker in workers.items()}  # before scores, which take memory
     return {
-        name: {"turns": worker.seconds, "peak_mib": peaks[name] >> 20, **worker.ask("score")}
+        name: {
+            "turns": worker.seconds,
+            "cpu_seconds": round(statistics.median(worker.cpu_seconds), 3),
+            "peak_mib": peaks[name] >> 20,
+            **worker.ask("score"),
+        }
         for name, worker in workers.items()
     }
 

@@ -72,9 +72,10 @@ def answer(side: Side) -> None:
     print(json.dumps({"ready": True}), file=replies(), flush=True)
     for line in sys.stdin:
         if line.strip() == "turn":
-            started = time.perf_counter()
+            started = time.perf_counter(), time.process_time()
             side.turn()
-            reply: dict[str, Any] = {"seconds": time.perf_counter() - started}
+            ended = time.perf_counter(), time.process_time()
+            reply: dict[str, Any] = {"seconds": ended[0] - started[0], "cpu_seconds": ended[1] - started[1]}
         else:
             reply = side.score()
         print(json.dumps(reply), file=replies(), flush=True)
