@@ -36,7 +36,7 @@ from comingle.training.kinds.text import TextBatchSource
 from comingle.training.settings import RunPlan
 from comingle.training.steps import PrivateSteps
 from many_users import RATE, initial_net, make_federation, stacked_round
-from peers_theirs import Side, answer, replies, small_net, training_score
+from peers_theirs import Side, answer, read_work, replies, small_net, training_score
 
 RANK, SCALE = 8, 1.0
 SMALL = {"layers": 4, "dim": 256, "heads": 4, "vocab": 8192}
@@ -222,7 +222,10 @@ def images(shape: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     pictures = torch.randn(shape["classes"], 3, 32, 32, generator=draw)
     targets = torch.randint(shape["classes"], (shape["users"], shape["samples"]), generator=draw)
     targets[-1, -1] = shape["classes"] - 1  # the number of classes is read off the data
-    return pictures[targets].add_(torch.randn(*targets.shape, 3, 32, 32, generator=draw).mul_(2)), targets
+    inputs = pictures[targets]
+    for images_of_user in inputs:
+        images_of_user.add_(torch.randn(images_of_user.shape, generator=draw).mul_(2))
+    return inputs, targets
 
 
 def image_federation(make: Callable[[], nn.Module], data: tuple[Tensor, Tensor], shape: Mapping[str, Any]) -> InProcess:
@@ -264,34 +267,34 @@ def net_row(row: str, shape: Mapping[str, Any], args: argparse.Namespace) -> Sid
         federation = make_federation("mnist", shape["users"], "fedavg", None, args.dtype, data=args.data)
         net = initial_net(federation.clients, "mnist", "fedavg").requires_grad_()
         splits = [user.train for user in cast(list[UserSamples], federation.clients.users)]
-        work |= {"inputs": torch.stack([s.inputs for s in splits]), "targets": torch.stack([s.targets for s in splits])}
+        inputs, targets = torch.stack([s.inputs for s in splits]), torch.stack([s.targets for s in splits])
         work |= {"rate": RATE, "batch": 32}
     else:
         make_net = small_net if row == "blazefl" else large_net
         net = make_net()
         inputs, targets = images(shape)
         federation = image_federation(make_net, (inputs, targets), shape)
-        work |= {"inputs": inputs, "targets": targets}
+    work |= {"inputs": inputs, "targets": targets}
     work["state"] = shared_net(federation)
     torch.save(work, args.work / "work.pt")
+    del work, inputs, targets
 
     def score() -> dict[str, Any]:
+        written = read_work(args.work, args.dtype)
         net.load_state_dict(shared_net(federation))
-        found = training_score(net, work)
-        return {**found, "bitwise": {"again": is_repeatable(net, work, shape)}} if row == "blazefl" else found
+        found = training_score(net, written)
+        return {**found, "bitwise": {"again": is_repeatable(written, shape)}} if row == "blazefl" else found
 
     return rounds(federation, score)
 
 
-def is_repeatable(net: nn.Module, work: Mapping[str, Any], shape: Mapping[str, Any]) -> bool:
+def is_repeatable(work: Mapping[str, Any], shape: Mapping[str, Any]) -> bool:
     """Return whether two rounds of four users, each from the start, end with the same bits.
 
     Args:
-        net: A net of the row's kind.
         work: Contents of the row.
         shape: Sizes and settings of the row.
     """
-    del net
     found = []
     for _ in range(2):
         federation = image_federation(small_net, (work["inputs"][:4], work["targets"][:4]), shape)
