@@ -160,6 +160,35 @@ def test_a_native_step_has_the_same_logits_with_any_number_of_threads(
     assert all(compared)
 
 
+@pytest.mark.parametrize("method", ["comigs-1g1s", "fedavg"])
+def test_rebound_native_passes_are_as_new_and_leave_the_old_ones_alone(
+    people: Any, method: str, request: pytest.FixtureRequest
+) -> None:
+    engine = Engine(people(method, base="random:llama"), rows=5)
+    request.getfixturevalue("native")
+    for row, name in enumerate(["ann", "bob", "ann"]):
+        engine.row_adapters.set(row, name)
+    ids, bound = torch.full((3, 1), 5), dict[int, Any]()
+    for rows in (slice(0, 3), slice(1, 2)):
+        engine.row_adapters.bind(rows)
+        made = [
+            engine._make_native(rows.stop - rows.start),
+            decoding.NativeNetwork(engine.network, rows.stop - rows.start),
+        ]
+        bound[rows.start] = rows, made
+
+    @torch.inference_mode()
+    def logits(native: Any, rows: slice) -> torch.Tensor:
+        texts = rows.stop - rows.start
+        return native.read(ids[rows], torch.zeros(texts, 1, dtype=torch.long), [0] * texts, DynamicCache())
+
+    for rows, (kept, new) in bound.values():
+        assert torch.equal(logits(kept, rows), logits(new, rows))
+    rows, (kept, _) = bound[1]
+    assert kept is not bound[0][1][0]
+    assert not torch.equal(logits(kept, rows)[0], logits(bound[0][1][0], slice(0, 3))[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("method", "base"), NATIVE)

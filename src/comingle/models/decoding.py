@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +56,11 @@ def _library_in_use() -> ctypes.CDLL | None:
     return _library or expert_mlp.library()
 
 
+def is_enabled() -> bool:
+    """Return whether native passes are in use."""
+    return _library_in_use() is not None
+
+
 class KeyValueStores(Protocol):
     """Cache of the keys and values of texts that all end at the same position."""
 
@@ -91,9 +97,9 @@ class _Decode(ctypes.Structure):
 
 
 class NativeNetwork:
-    """Native passes of a network with the adapters that are bound to its modules at present.
+    """Native passes of a network with the adapters that were bound to its modules when it was made.
 
-    Make a new one whenever other adapters are bound.
+    :meth:`rebind` returns one for other adapters, which takes less time than making a new one.
     """
 
     def __init__(self, network: PreTrainedModel, texts: int) -> None:
@@ -108,9 +114,8 @@ class NativeNetwork:
         self._library = library  # the kernels of `expert_mlp` may be disabled meanwhile, as when a training run begins
         model: Any = network.model
         config: Any = network.config
+        self._network: Any = network
         self._embed, self._rotary = model.embed_tokens, model.rotary_emb
-        self._kept_alive: list[Tensor] = []
-        """Tensors that the native code reads by address."""
         first_mlp = _Mlp(model.layers[0].mlp)
         attention = model.layers[0].self_attn
         self._dtype: torch.dtype = self._embed.weight.dtype
@@ -129,36 +134,43 @@ class NativeNetwork:
             epsilon=config.rms_norm_eps,
             attention_scale=attention.scaling,
             scale=_scales(network).pop(),
-            layer=self._layers,
             norm=model.norm.weight.data_ptr(),
         )
-        self._fill(self._call.head_layer, (network.lm_head, None))
-        present = torch.ones(texts, 1) if first_mlp.present is None else first_mlp.present
-        self._call.present = self._address(present.to(torch.uint8))
+        _fill_weights(self._call.head_layer, network.lm_head)
         for struct, layer in zip(self._layers, model.layers, strict=True):
-            mlp = _Mlp(layer.mlp)
             struct.attention_norm = layer.input_layernorm.weight.data_ptr()
             struct.mlp_norm = layer.post_attention_layernorm.weight.data_ptr()
-            for name in ("q", "k", "v", "o"):
-                self._fill(getattr(struct, name), _linear(getattr(layer.self_attn, f"{name}_proj")))
-            for name, linear in mlp.linears.items():
-                self._fill(getattr(struct, name), linear)
-            if mlp.router is not None:
-                struct.router = self._address(mlp.router.float())
+            for name, (module, _) in _linears(layer).items():
+                _fill_weights(getattr(struct, name), module)
+        self._bind(texts)
 
-    def _fill(self, struct: LinearStruct, linear: Linear) -> None:
-        """Write the addresses of a linear and its LoRA, in the base's number format, into a C struct."""
-        module, factors = linear
-        if factors is not None:
-            a, b = factors
-            factors = a.to(self._dtype), b.to(self._dtype)
-        if not isinstance(module, QuantisedLinear):
-            self._kept_alive += expert_mlp.fill_linear_struct(struct, base_weight(module), factors)
-            return
-        struct.weight, struct.scales = module.packed.data_ptr(), module.scales.data_ptr()
-        struct.bias = None if module.bias is None else module.bias.data_ptr()
-        struct.d_out, struct.d_in = module.out_features, module.in_features
-        self._kept_alive += expert_mlp.fill_factors(struct, factors)
+    def rebind(self, texts: int) -> NativeNetwork:
+        """Return native passes with the adapters that are bound now; those of this object stay as they are.
+
+        Args:
+            texts: Number of texts, each with adapters of its own.
+        """
+        other = copy(self)
+        other._layers = type(self._layers).from_buffer_copy(self._layers)
+        other._call = _Decode.from_buffer_copy(self._call)
+        other._bind(texts)
+        return other
+
+    def _bind(self, texts: int) -> None:
+        """Write the addresses of the bound adapters, in the base's number format, into the C structs."""
+        self._kept_alive: list[Tensor] = []
+        """Tensors that the native code reads by address."""
+        self._call.layer = self._layers
+        layers: Sequence[Any] = self._network.model.layers
+        present = _Mlp(layers[0].mlp).present
+        self._call.present = self._address((torch.ones(texts, 1) if present is None else present).to(torch.uint8))
+        for struct, layer in zip(self._layers, layers, strict=True):
+            for name, (_, factors) in _linears(layer).items():
+                if factors is not None:
+                    a, b = (factor.to(self._dtype) for factor in factors)
+                    self._kept_alive += expert_mlp.fill_factors(getattr(struct, name), (a, b))
+            if isinstance(layer.mlp, RoutedMLP) and layer.mlp.router.weight is not None:
+                struct.router = self._address(layer.mlp.router.weight.float())
 
     def _address(self, t: Tensor) -> int:
         """Return the address of a contiguous copy of a tensor, which is kept."""
@@ -272,7 +284,6 @@ class _Mlp:
         num_experts: Number of experts.
         top_k: Largest number of experts that a token uses.
         present: Which experts each text has; None for all.
-        router: Weights of the router, ``(texts, experts, width)``; None without a router.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -283,14 +294,29 @@ class _Mlp:
         """
         self.num_experts, self.top_k = 1, 1
         self.present: Tensor | None = None
-        self.router: Tensor | None = None
         if not isinstance(module, RoutedMLP):
             self.linears = {name: _linear(module.get_submodule(f"{name}_proj")) for name in ("gate", "up", "down")}
             return
         modules = {**dict(module.first.items()), "down": module.last}
         self.linears = {name: (linear, module.factors[name]) for name, linear in modules.items()}
         self.num_experts, self.top_k = module.router.present.shape[1], module.router.top_k
-        self.present, self.router = module.router.present, module.router.weight
+        self.present = module.router.present
+
+
+def _fill_weights(struct: LinearStruct, module: nn.Module) -> None:
+    """Write the addresses of a linear's weights into a C struct."""
+    if not isinstance(module, QuantisedLinear):
+        expert_mlp.fill_linear_struct(struct, base_weight(module), None)
+        return
+    struct.weight, struct.scales = module.packed.data_ptr(), module.scales.data_ptr()
+    struct.bias = None if module.bias is None else module.bias.data_ptr()
+    struct.d_out, struct.d_in = module.out_features, module.in_features
+
+
+def _linears(layer: Any) -> dict[str, Linear]:
+    """Return the linears of a decoder layer by their names in the C struct."""
+    attention = {name: _linear(getattr(layer.self_attn, f"{name}_proj")) for name in ("q", "k", "v", "o")}
+    return {**attention, **_Mlp(layer.mlp).linears}
 
 
 def _linear(module: nn.Module) -> Linear:

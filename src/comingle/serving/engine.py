@@ -338,6 +338,7 @@ class Engine:
         self._takes_position_ids = "position_ids" in forward_arguments
         self._all_rows_bound = False  # whether the network uses the adapters of all active rows
         self._native: decoding.NativeNetwork | None = None  # None if native code does not support the network
+        self._any_native: decoding.NativeNetwork | None = None  # with any adapters, to make others from it
         self._rows_changed = True  # whether rows were added or freed since `_native` was made
 
     # ------------------------------------------------------------ asked from outside
@@ -716,9 +717,13 @@ class Engine:
         Args:
             texts: Number of texts, whose adapters are bound.
         """
-        if texts > MOST_ROWS or self.row_adapters.mixes_predictions or not decoding.supports(self.network):
+        if texts > MOST_ROWS or self.row_adapters.mixes_predictions or not decoding.is_enabled():
             return None
-        return decoding.NativeNetwork(self.network, texts)
+        if self._any_native is not None:
+            return self._any_native.rebind(texts)
+        if decoding.supports(self.network):
+            self._any_native = decoding.NativeNetwork(self.network, texts)
+        return self._any_native
 
     def _forward(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
         """Return the logits after each row's last token; the network appends keys and values to the cache.
