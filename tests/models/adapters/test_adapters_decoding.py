@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from comingle.models import decoding
 from comingle.models.injection import RoutedMLP
 from comingle.models.kernels import expert_mlp
 from comingle.models.lora import LoraLinear
@@ -176,3 +178,28 @@ def test_what_it_is_not_for(library: Path) -> None:
         assert not supports(torch.zeros(65, 1, 8), 65, weight)
         expert_mlp.disable()
         assert not supports(x, 4, weight)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(("heads", "groups", "head"), [(6, 2, 40), (5, 1, 64), (4, 4, 8)])
+def test_a_prompt_read_at_once_is_as_read_token_by_token(
+    library: Path, heads: int, groups: int, head: int, dtype: torch.dtype
+) -> None:
+    """Bit for bit: heads with the same keys are computed together only for many rows. And close to float32."""
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=heads * head, intermediate_size=70, num_hidden_layers=2, head_dim=head,
+        num_attention_heads=heads, num_key_value_heads=groups, initializer_range=0.3,
+    )  # fmt: skip
+    network = LlamaForCausalLM(config).to(dtype).eval()
+    ids, n = torch.arange(45).unsqueeze(0), 45
+    with torch.inference_mode():
+        native = decoding.NativeNetwork(network, 1)
+        whole, parts = DynamicCache(), DynamicCache()
+        logits = native.read(ids, torch.arange(n).unsqueeze(0), [0], whole)
+        for i in range(n):
+            last = native.read(ids[:, i : i + 1], torch.tensor([[i]]), [0], parts)
+        assert torch.equal(logits, last)
+        assert torch.equal(whole.layers[1].values, parts.layers[1].values)  # type: ignore[arg-type]
+        expected = network.float()(ids).logits[:, -1].double()
+    error = (logits.double() - expected).norm() / expected.norm()
+    assert float(error) < (1e-4 if dtype == torch.float32 else 5e-2)

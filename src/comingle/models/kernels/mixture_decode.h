@@ -268,33 +268,78 @@ struct DecodeStep {
         });
     }
 
+    // Heads with the same keys are computed together, as many as still give all threads something to do.
     void attend(const DecodeLayer& l, float* scores) const {
-        const int64_t per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head;
-        team.each(m.rows * m.heads, [&](int64_t task) {
-            const int64_t r = task / m.heads, head = task % m.heads, text = r / m.share, from = m.starts[text];
-            const int64_t count = m.stop + r % m.share + 1 - from;
-            const int64_t at = ((text * m.groups + head / per_group) * m.capacity + from) * m.head;
-            const float* q = qkv + r * width + head * m.head;
-            if (count <= 0) return (void)std::fill_n(attended + (r * m.heads + head) * m.head, m.head, 0.f);  // padding
-            const S *keys = (const S*)l.keys + at, *values = (const S*)l.values + at;
-            int64_t t = 0;
-            for (; t + ALONE <= count; t += ALONE) dots<1, ALONE>(q, keys + t * m.head, m.head, scores + t);
-            for (; t < count; ++t) dots<1, 1>(q, keys + t * m.head, m.head, scores + t);
-            float most = scores[0];
-            for (t = 1; t < count; ++t) most = std::max(most, scores[t]);
-            V sums = {};
-            for (t = 0; t < count; t += LANES) {
-                const V e = exp2<true>((load_upto(scores + t, count - t, -1e30f) - most) * (m.attention_scale * LOG2_E));
-                sums += e;
-                store_upto(scores + t, e, count - t);
-            }
-            const float total = add_up(sums);
-            for (int64_t c = 0; c < m.head; c += LANES) {
-                V sum = {};
-                for (t = 0; t < count; ++t) sum += scores[t] * load_upto(values + t * m.head + c, m.head - c);
-                store_upto(attended + (r * m.heads + head) * m.head + c, sum / total, m.head - c);
-            }
+        const int64_t per_group = m.heads / m.groups, most = m.rows * m.groups < 8 * m.threads ? 1 : HEADS;
+        const int64_t parts = (per_group + most - 1) / most;
+        team.each(m.rows * m.groups * parts, [&](int64_t task) {
+            const int64_t r = task / (m.groups * parts), g = task / parts % m.groups, first = task % parts * most;
+            const int64_t count = std::min(most, per_group - first), head = g * per_group + first;
+            if (count == 1) attend_heads<1>(l, scores, r, head);
+            if (count == 2) attend_heads<2>(l, scores, r, head);
+            if (count == 3) attend_heads<3>(l, scores, r, head);
+            if (count == 4) attend_heads<4>(l, scores, r, head);
         });
+    }
+    static constexpr int64_t HEADS = 4;
+    int64_t most_scores() const { return m.stop + m.share + CHUNK; }
+
+    // Attention of H heads of a row with the same keys, from `head` on.
+    template <int H>
+    void attend_heads(const DecodeLayer& l, float* scores, int64_t r, int64_t head) const {
+        constexpr int AT_ONCE = REGISTERS < 32 && H > 1 ? 2 : H % 2 ? ALONE : ALONE / 2;
+        const int64_t per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head;
+        const int64_t text = r / m.share, from = m.starts[text], count = m.stop + r % m.share + 1 - from;
+        const int64_t at = ((text * m.groups + head / per_group) * m.capacity + from) * m.head;
+        const float* q = qkv + r * width + head * m.head;
+        float* to = attended + (r * m.heads + head) * m.head;
+        if (count <= 0) return (void)std::fill_n(to, H * m.head, 0.f);  // padding
+        const S *keys = (const S*)l.keys + at, *values = (const S*)l.values + at;
+        int64_t t = 0;
+        for (; t + AT_ONCE <= count; t += AT_ONCE)
+            dots<H, AT_ONCE>(q, keys + t * m.head, m.head, scores + t, most_scores());
+        for (; t < count; ++t) dots<H, 1>(q, keys + t * m.head, m.head, scores + t, most_scores());
+        float totals[H];
+        for (int h = 0; h < H; ++h) totals[h] = exponentials(scores + h * most_scores(), count);
+        int64_t c = 0;
+        for (; c + 2 * LANES <= m.head; c += 2 * LANES) mix_values<H, 2>(scores, values + c, count, totals, to + c);
+        for (; c + LANES <= m.head; c += LANES) mix_values<H, 1>(scores, values + c, count, totals, to + c);
+        for (; c < m.head; ++c)
+            for (int h = 0; h < H; ++h) {
+                float sum = 0;
+                for (t = 0; t < count; ++t) sum += scores[h * most_scores() + t] * widen(values[t * m.head + c]);
+                to[h * m.head + c] = sum / totals[h];
+            }
+    }
+
+    // Replaces scores by their exponentials, up to a factor; returns the sum of these.
+    float exponentials(float* scores, int64_t count) const {
+        float most = scores[0];
+        for (int64_t t = 1; t < count; ++t) most = std::max(most, scores[t]);
+        V sums = {};
+        for (int64_t t = 0; t < count; t += LANES) {
+            const V e = exp2<true>((load_upto(scores + t, count - t, -1e30f) - most) * (m.attention_scale * LOG2_E));
+            sums += e;
+            store_upto(scores + t, e, count - t);
+        }
+        return add_up(sums);
+    }
+
+    // COUNT vectors of H heads' means of values, with weights `scores` whose sums are `totals`.
+    template <int H, int COUNT>
+    void mix_values(const float* scores, const S* values, int64_t count, const float* totals, float* to) const {
+        V sums[H][COUNT] = {};
+        for (int64_t t = 0; t < count; ++t)
+#pragma GCC unroll 4
+            for (int i = 0; i < COUNT; ++i) {
+                const V value = load(values + t * m.head + i * LANES);
+#pragma GCC unroll 4
+                for (int h = 0; h < H; ++h) sums[h][i] += scores[h * most_scores() + t] * value;
+            }
+#pragma GCC unroll 4
+        for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
+            for (int i = 0; i < COUNT; ++i) store(to + h * m.head + i * LANES, sums[h][i] / totals[h]);
     }
 
     // The softmax over a row's `top_k` largest logits among its experts; equal gates without a router. Every thread
@@ -380,7 +425,7 @@ struct DecodeStep {
 #pragma omp parallel num_threads(m.threads)
         {
             team.meet();
-            Buffer<float> normed(m.rows * m.width), base(2 * m.rows * CHUNK), scores(m.stop + m.share + CHUNK), p(m.rows * m.experts);
+            Buffer<float> normed(m.rows * m.width), base(2 * m.rows * CHUNK), scores(HEADS * most_scores()), p(m.rows * m.experts);
             const int64_t widest = std::max({m.width, m.heads * m.head, m.hidden});
             Read in{nullptr, false, Input(m.rows, widest), Buffer<uint16_t>(m.rows * widest)};
             for (int64_t i = 0; i < m.layers; ++i) {

@@ -56,16 +56,56 @@ float add_up(typename Floats<N>::type v) {
     }
 }
 
+#ifdef __AVX512F__
+// add_up of eight vectors, in the same order of additions.
+inline void add_up_eight(const V* v, float* to) {
+    __m512 halves[4], quarters[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m512 a = (__m512)v[2 * i], b = (__m512)v[2 * i + 1];
+        halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        const __m512 a = halves[2 * i], b = halves[2 * i + 1];
+        quarters[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+    const __m512 pairs = _mm512_add_ps(_mm512_shuffle_ps(quarters[0], quarters[1], 0x44),
+                                       _mm512_shuffle_ps(quarters[0], quarters[1], 0xee));
+    const __m512 all = _mm512_add_ps(pairs, _mm512_permute_ps(pairs, 0xb1));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm256_storeu_ps(to, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, all)));
+}
+#endif
+
+// Sums of all vectors; rows of `out` have the given stride.
+template <int R, int O>
+void add_up_all(const V (&sums)[R][O], float* out, int64_t stride) {
+#ifdef __AVX512F__
+    if constexpr (R * O % 8 == 0) {
+        float found[R * O];
+#pragma GCC unroll 8
+        for (int i = 0; i < R * O; i += 8) add_up_eight(&sums[0][0] + i, found + i);
+        for (int r = 0; r < R; ++r) std::memcpy(out + r * stride, found + r * O, sizeof(float) * O);
+        return;
+    }
+#endif
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int o = 0; o < O; ++o) out[r * stride + o] = add_up(sums[r][o]);
+}
+
 template <int BYTES>
 void prefetch(const char* from) {
 #pragma GCC unroll 16
     for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
-// out(r, o) = x(r, :) . w(o, :) for R rows and O outputs; rows of `out` have stride CHUNK. If `Ahead`, as many bytes of
+// out(r, o) = x(r, :) . w(o, :) for R rows and O outputs; rows of `out` have the given stride. If `Ahead`, as many bytes of
 // later weights are prefetched.
 template <int R, int O, bool Ahead = false, class X, class S>
-void dots(const X* x, const S* w, int64_t width, float* out) {
+void dots(const X* x, const S* w, int64_t width, float* out, int64_t stride = CHUNK) {
     V sums[R][O] = {};
     auto add = [&](auto left, auto right) {
 #pragma GCC unroll 8
@@ -81,10 +121,7 @@ void dots(const X* x, const S* w, int64_t width, float* out) {
     if (k < width)
         add([&](int r) { return load_upto(x + r * width + k, width - k); },
             [&](int o) { return load_upto(w + o * width + k, width - k); });
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int o = 0; o < O; ++o) out[r * CHUNK + o] = add_up(sums[r][o]);
+    add_up_all(sums, out, stride);
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -92,7 +129,7 @@ void dots(const X* x, const S* w, int64_t width, float* out) {
 
 // The same for inputs in bfloat16, with dot-product instructions: two products per lane.
 template <int R, int O, bool Ahead = false>
-void dots(const uint16_t* x, const uint16_t* w, int64_t width, float* out) {
+void dots(const uint16_t* x, const uint16_t* w, int64_t width, float* out, int64_t stride = CHUNK) {
     constexpr int64_t PAIRS = 2 * LANES;
     V sums[R][O] = {};
     auto add = [&](auto read, int64_t k) {
@@ -115,10 +152,7 @@ void dots(const uint16_t* x, const uint16_t* w, int64_t width, float* out) {
         const __mmask32 some = (1u << (width - k)) - 1;
         add([some](const uint16_t* from) { return _mm512_maskz_loadu_epi16(some, from); }, k);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int o = 0; o < O; ++o) out[r * CHUNK + o] = add_up(sums[r][o]);
+    add_up_all(sums, out, stride);
 }
 #endif
 
