@@ -24,7 +24,7 @@ from comingle.models.generation import added_text, encode_prompt, padded_attenti
 from comingle.models.kernels import cpu, expert_mlp
 from comingle.models.loading import load_base
 from comingle.serving import rows
-from comingle.serving.engine import Detokenizer, Engine, Piece, Request
+from comingle.serving.engine import NATIVE_PART_TOKENS, Detokenizer, Engine, Piece, Request
 from comingle.serving.rows import without_adapters
 from comingle.serving.schemas import Overloaded, Worker
 from comingle.utils.errors import DataError, RecipeError
@@ -169,24 +169,37 @@ def test_rebound_native_passes_are_as_new_and_leave_the_old_ones_alone(
     for row, name in enumerate(["ann", "bob", "ann"]):
         engine.row_adapters.set(row, name)
     ids, bound = torch.full((3, 1), 5), dict[int, Any]()
-    for rows in (slice(0, 3), slice(1, 2)):
-        engine.row_adapters.bind(rows)
-        made = [
-            engine._make_native(rows.stop - rows.start),
-            decoding.NativeNetwork(engine.network, rows.stop - rows.start),
-        ]
-        bound[rows.start] = rows, made
+    for texts in (slice(0, 3), slice(1, 2)):
+        engine.row_adapters.bind(texts)
+        num_texts = texts.stop - texts.start
+        bound[num_texts] = engine._make_native(num_texts), decoding.NativeNetwork(engine.network, num_texts)
 
     @torch.inference_mode()
-    def logits(native: Any, rows: slice) -> torch.Tensor:
-        texts = rows.stop - rows.start
-        return native.read(ids[rows], torch.zeros(texts, 1, dtype=torch.long), [0] * texts, DynamicCache())
+    def logits(native: Any, num_texts: int) -> torch.Tensor:
+        positions = torch.zeros(num_texts, 1, dtype=torch.long)
+        return native.read(ids[:num_texts], positions, [0] * num_texts, DynamicCache())
 
-    for rows, (kept, new) in bound.values():
-        assert torch.equal(logits(kept, rows), logits(new, rows))
-    rows, (kept, _) = bound[1]
-    assert kept is not bound[0][1][0]
-    assert not torch.equal(logits(kept, rows)[0], logits(bound[0][1][0], slice(0, 3))[0])
+    for num_texts, (kept, new) in bound.items():
+        assert torch.equal(logits(kept, num_texts), logits(new, num_texts))
+    assert not torch.equal(logits(bound[1][0], 1)[0], logits(bound[3][0], 3)[0])  # of bob and of ann
+
+
+def test_prompts_are_read_in_small_parts_by_native_passes(
+    people: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = people("fedavg", base="random:llama")
+    expected = {name: mine[name].generate(LONG * 3, max_new_tokens=6) for name in ("ann", "bob")}
+    request.getfixturevalue("native")
+    asked, sizes = Asked(engine := Engine(mine, rows=3)), list[int]()
+    read = engine._read
+    monkeypatch.setattr(engine, "_read", lambda ids, *rest: sizes.append(ids.numel()) or read(ids, *rest))
+    numbers = [asked.ask("ann", LONG * 3, max_new_tokens=6)]
+    engine.step()  # alone, so that no other text waits for its prompt
+    numbers.append(asked.ask("bob", LONG * 3, max_new_tokens=6))
+    asked.finish()
+    assert sizes[0] > NATIVE_PART_TOKENS
+    assert set(sizes[1:-1]) == {NATIVE_PART_TOKENS}
+    assert [asked.text(number) for number in numbers] == list(expected.values())
 
 
 @pytest.mark.slow

@@ -208,6 +208,8 @@ logger = logging.getLogger("comingle")
 
 PROMPT_TOKENS = {"cpu": 128}
 """Largest number of prompt tokens, with padding, that a step reads while texts are being generated, by device."""
+NATIVE_PART_TOKENS = 32
+"""The same with native passes, which read small parts of prompts as fast as large ones."""
 PROMPT_TOKENS_ELSEWHERE = 2048
 """The same for other devices."""
 IDLE_PROMPT_TOKENS = 512
@@ -309,7 +311,7 @@ class Engine:
             cache_bytes: Size of the adapters in memory besides those of rows, if ``models`` are read from disk on
                 access; None if they are in memory.
             prompt_tokens: Largest number of prompt tokens, with padding, that a step reads while texts are being
-                generated; None for a default by device (:data:`PROMPT_TOKENS`).
+                generated; None for a default by device (:data:`PROMPT_TOKENS`, :data:`NATIVE_PART_TOKENS`).
             prefix_bytes: Size of the cache of prompts' prefixes; 0 for none.
         """
         any_model = next(iter(models.values())).model
@@ -326,7 +328,7 @@ class Engine:
         self.network = self.row_adapters.network
         self.cache = RowCache(max_rows)  # the keys and values of each row
         self.prefixes = PrefixCache(prefix_bytes)
-        self.prompt_tokens = prompt_tokens or PROMPT_TOKENS.get(self.device.type, PROMPT_TOKENS_ELSEWHERE)
+        self.prompt_tokens = prompt_tokens  # None for the default
         self.active: list[_Row] = []
         self.reading: _Row | None = None  # a text whose prompt is read in several steps, with the adapters' last row
         self._has_read_part = False  # whether the last forward pass over prompts was over a part of such a prompt
@@ -479,7 +481,9 @@ class Engine:
 
         A prompt that is longer than a step may read is read in parts. Every other step reads shorter prompts meanwhile.
         """
-        most = self.prompt_tokens if self.active else max(self.prompt_tokens, IDLE_PROMPT_TOKENS)
+        most = self.prompt_tokens or self._default_prompt_tokens()
+        if not self.active:
+            most = max(most, IDLE_PROMPT_TOKENS)
         rows = []
         if self.reading is None or self._has_read_part:
             rows = self._take_waiting(most)
@@ -489,6 +493,12 @@ class Engine:
         elif self.reading is not None:
             self._has_read_part = True
             self._read_part(self.reading, most)
+
+    def _default_prompt_tokens(self) -> int:
+        """Return the largest number of prompt tokens that a step reads while texts are being generated."""
+        if self._native is not None:
+            return NATIVE_PART_TOKENS
+        return PROMPT_TOKENS.get(self.device.type, PROMPT_TOKENS_ELSEWHERE)
 
     def _take_waiting(self, most: int) -> list[_Row]:
         """Remove from the queue the requests whose prompts the next forward pass reads, and return their rows.
