@@ -187,6 +187,16 @@ def flower(work: Work) -> None:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
+    class Strict(FedAvg):
+        """FedAvg that ends the measurement when a client fails, rather than leave its work out."""
+
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            received = list(replies)
+            failed = [reply.error.reason for reply in received if reply.has_error()]
+            if failed or len(received) != users:
+                raise RuntimeError(f"{len(received)} of {users} clients replied, {len(failed)} failed: {failed[:1]}")
+            return super().aggregate_train(server_round, received)
+
     folder, dtype, users = work["folder"], work["dtype"], work["users"]
     client, server = ClientApp(), ServerApp()
 
@@ -199,7 +209,7 @@ def flower(work: Work) -> None:
         del context
         model = load_model(work)
         lora = [ArrayRecord({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})]
-        strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=users, min_available_nodes=users)
+        strategy = Strict(fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=users, min_available_nodes=users)
 
         def turn() -> None:
             lora[0] = strategy.start(grid, lora[0], num_rounds=1).arrays
