@@ -355,6 +355,10 @@ def rotation_of(own: Tensor, reference: Tensor, strength: float) -> Tensor:
 def test_fedrot_averages_factors_that_were_turned_towards_the_download(tiny: Any, strength: float) -> None:
     """Nobody turns in the first round; then A leads, then B. Their product stays what it was."""
     federation = tiny({"name": "fedrot-lora", "rotation_strength": strength})
+    draw = torch.Generator().manual_seed(0)
+    for name, t in federation.clients.model.layout.views(federation.clients.state.rows).items():
+        t.copy_(0.1 * torch.randn(t.shape[1:], dtype=t.dtype, generator=draw))  # a B other than zero could turn at once
+        federation.server.kept[f"model.{name}"].copy_(t[0])
     model, turned = rows_of(federation)[0], 0.0
     with honest_double():
         for number, members in enumerate(ROUNDS):
