@@ -1,10 +1,10 @@
-"""FedLEASE against loops from its paper: distances, merges and silhouettes user by user, gates token by token."""
+"""FedLEASE and FedTreeLoRA against loops from their papers: silhouettes user by user, gates token by token."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -26,6 +26,15 @@ from comingle.methods.clustered import (
     silhouette,
     unit_factors,
 )
+from comingle.methods.fedalt import (
+    LABELS,
+    ScalarGating,
+    TreeOfUsers,
+    choose_depths,
+    factors_by_layer,
+    frobenius_distances,
+    means_of_clusters,
+)
 from comingle.models.personal import PersonalModel
 from comingle.models.routers import Router
 from comingle.training.backends.local import InProcess
@@ -34,7 +43,7 @@ from exporting import trained as after_rounds
 from federations import download_all, play_round
 from naive import Gating, Reference, Rules, honest_double, top_k_softmax
 
-RATE, MOST = 0.5, 3
+RATE, MOST = 0.2, 3
 SGD = {"name": "sgd", "learning_rate": RATE, "schedule": "constant", "weight_decay": 0}
 CHANGES = {
     "training.experts": SGD,
@@ -205,20 +214,20 @@ def tiny(federate: Any) -> Callable[..., InProcess]:
     return make
 
 
-def reference(federation: Any, own: Own, mix: str) -> Reference:
+def reference(federation: Any, own: Own, mix: str, gates: type[Gating]) -> Reference:
     clients = federation.clients
     tensors = {name: t for name, t in own.items() if not name.endswith(".router")}
     made = Reference(clients.model.base.model, "llama", tensors, Rules(scale=clients.model.adapters.scale, mix=mix))
     for i, gating in enumerate(made.gatings):
-        gating.__class__ = ByHandGates
+        gating.__class__ = gates
         gating.a, gating.t = own[f"layers.{i}.mlp.up.a"], own[f"layers.{i}.mlp.router"]
     return made
 
 
-def step(federation: Any, own: Own, windows: Tensor, mix: str) -> Own:
+def step(federation: Any, own: Own, windows: Tensor, mix: str, gates: type[Gating]) -> Own:
     """One of plain descent on the user's own expert, attention and the router."""
     leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
-    losses, _ = reference(federation, leaves, mix).losses(windows)
+    losses, _ = reference(federation, leaves, mix, gates).losses(windows)
     gradients = torch.autograd.grad(losses.mean(), list(leaves.values()), materialize_grads=True)
     moved = {}
     for (name, t), gradient in zip(own.items(), gradients, strict=True):
@@ -297,7 +306,7 @@ def test_fedlease_is_its_algorithm(tiny: Any, mix: str) -> None:
             for user in members:
                 for at in range(clients.plan.training.local_steps):
                     windows = clients.batch_source.draw([user], clients.phases[0], number, at, 0)[0].long()
-                    owns[user] = step(federation, owns[user], windows, mix)
+                    owns[user] = step(federation, owns[user], windows, mix, ByHandGates)
             if number + 1 >= METHOD["warmup_rounds"]:
                 hand.take({user: shared(owns[user]) for user in members})
                 owns = {user: hand.sent(user) for user in users}
@@ -399,3 +408,177 @@ def test_defaults_are_the_codes() -> None:
     server = make("fedlease").server
     assert isinstance(server, ClusterExperts)
     assert (server.max_experts, server.exchange_from) == (4, 1)
+
+
+# ---------------------------------------------------------------- FedTreeLoRA
+
+TAU, WINDOW = -0.2, 2
+TREE = {"name": "fedtreelora", "threshold": TAU, "window": WINDOW, "warmup_rounds": 2}
+
+
+def depths_by_hand(far_by_layer: list[list[list[float]]], tau: float, window: int) -> list[list[list[int]]]:
+    """The groups of each layer: of cuts of the tree of mean distances the one with the best score within the window."""
+    users = range(len(far_by_layer[0]))
+    whole = [[sum(far[i][j] for far in far_by_layer) / len(far_by_layer) for j in users] for i in users]
+    before, chosen = 1, []
+    for far in far_by_layer:
+        best: tuple[float, int] = (-math.inf, 1)
+        for count in range(before, min(len(users), before + window)):
+            score = tau if count == 1 else silhouette_by_hand(far, groups_by_hand(whole, count))
+            if score > best[0]:
+                best = score, count
+        before = best[1]
+        chosen.append(groups_by_hand(whole, before))
+    return chosen
+
+
+@pytest.mark.parametrize(("tau", "window"), [(0.3, 2), (-1.0, 2), (-1.0, 4), (1.0, 3)])
+@pytest.mark.parametrize("users", [2, 5, 9])
+def test_depths_are_cuts_of_one_tree_that_grow_by_less_than_the_window(users: int, tau: float, window: int) -> None:
+    for seed in range(4):
+        distances = [some_points(10 * seed + layer, users) for layer in range(4)]
+        merges = agglomerate(torch.stack(distances).mean(0))
+        labels = choose_depths(merges, distances, tau, window)
+        wanted = depths_by_hand([far.tolist() for far in distances], tau, window)
+        assert [as_groups(labels[:, layer]) for layer in range(4)] == wanted
+        counts = [1, *(int(of_layer.max()) + 1 for of_layer in labels.T)]
+        assert all(0 <= after - before < window for before, after in pairwise(counts))
+        assert tau < 1 or counts == [1] * 5  # no silhouette is above 1
+
+
+def test_one_user_is_one_cluster_in_each_layer() -> None:
+    assert choose_depths([], [torch.zeros(1, 1).double()] * 2, 0.1, 3).tolist() == [[0, 0]]
+
+
+def test_distances_are_norms_of_differences_of_all_factors_of_a_layer() -> None:
+    draw = torch.Generator().manual_seed(0)
+    names = ["layers.10.q.b", "layers.2.q.b", "layers.2.mlp.up.b", "layers.2.q.a"]
+    uploads = {name: torch.randn(3, 2, 4, generator=draw, dtype=torch.float64) for name in names}
+    of_second, of_last = factors_by_layer(uploads)  # by number: 2, then 10
+    for factors, parts in ((of_second, names[1:3]), (of_last, names[:1])):
+        found = frobenius_distances(factors, factors)
+        for i, j in combinations(range(3), 2):
+            wanted = math.sqrt(sum(float((uploads[name][i] - uploads[name][j]).square().sum()) for name in parts))
+            assert float(found[i, j]) == pytest.approx(wanted, rel=1e-12)
+
+
+class ByHandShares(Gating):
+    """The same for all tokens: lambda and the rest, or all for an expert without another."""
+
+    a: Tensor
+    t: Tensor
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        share = 1 / (1 + torch.exp(-self.t[0, 0]))
+        if not bool((self.a[1] != 0).any()):
+            share = torch.ones_like(share)
+        return [torch.ones_like(x[..., :1]) * one for one in (share, 1 - share)]
+
+
+def without_router(own: Own) -> Own:
+    return {name: t for name, t in own.items() if not name.endswith(".router")}
+
+
+class HandTree:
+    """The server: the most recent upload of each user, and groups of users for each layer."""
+
+    def __init__(self, owns: list[Own]) -> None:
+        self.first = owns
+        self.uploads: dict[int, Own] = {}
+        self.warm: dict[int, Own] = {}
+        self.groups: list[list[list[int]]] = []
+
+    def far(self, one: Own, other: Own) -> list[float]:
+        return [
+            math.sqrt(sum(float((one[n] - other[n]).square().sum()) for n in one if n.endswith(".b") and f".{i}." in n))
+            for i in range(2)
+        ]
+
+    def take(self, uploads: dict[int, Own]) -> None:
+        new = {user: own for user, own in uploads.items() if user not in self.uploads}
+        self.uploads |= uploads
+        if not self.groups:
+            users = sorted(new)
+            far = [[[self.far(new[i], new[j])[layer] for j in users] for i in users] for layer in range(2)]
+            found = depths_by_hand(far, TAU, WINDOW)
+            self.groups = [[[users[at] for at in group] for group in groups] for groups in found]
+            self.warm = dict(new)
+            return
+        for user, own in new.items():
+            closest = min(self.warm, key=lambda other: sum(self.far(own, self.warm[other])))
+            for groups in self.groups:
+                next(group for group in groups if closest in group).append(user)
+
+    def sent(self, user: int) -> Own:
+        found = {}
+        for name, t in self.first[user].items():
+            if name.endswith(".router"):
+                continue
+            groups = self.groups[int(name.split(".")[1])] if self.groups else []
+            group = next((group for group in groups if user in group), None)
+            own, rest = t[:1] if t.dim() == 3 else t, [other for other in self.uploads if other not in (group or [])]
+            external = torch.zeros_like(own)
+            if group is not None:
+                own = torch.stack([self.uploads[other][name] for other in group]).mean(0)
+                if rest:
+                    external = torch.stack([self.uploads[other][name] for other in rest]).mean(0)
+            found[name] = torch.cat([own, external]) if t.dim() == 3 else own
+        return found
+
+
+@pytest.mark.parametrize("mix", ["output", "linear"])
+@pytest.mark.sampled(1)
+def test_fedtreelora_is_its_algorithm(federate: Any, mix: str) -> None:
+    names, changes = ("ann", "bob", "cem", "dan", "eve"), {**CHANGES, "adapters.mix": mix}
+    federation = federate(TREE, users=names, base="random:llama?layers=2&dim=32", changes=changes)
+    clients = federation.clients
+    users = list(range(len(names)))
+    rounds = [users, users[:-1], users[:-1], users, users[1:]]  # the last user misses the first exchange
+    owns = dict(enumerate(rows_of(download_all(federation))))
+    hand = HandTree(list(owns.values()))
+    with honest_double():
+        for number, members in enumerate(rounds):
+            for user in members:
+                for at in range(clients.plan.training.local_steps):
+                    windows = clients.batch_source.draw([user], clients.phases[0], number, at, 0)[0].long()
+                    owns[user] = step(federation, owns[user], windows, mix, ByHandShares)
+            if number + 1 >= TREE["warmup_rounds"]:
+                uploads = {user: shared(owns[user]) for user in members}
+                hand.take({user: without_router(own) for user, own in uploads.items()})
+                owns = {user: {**owns[user], **hand.sent(user)} for user in users}
+        for number, members in enumerate(rounds):
+            play_round(federation, number, members)
+    same(rows_of(download_all(federation)), [owns[user] for user in users])
+    labels = federation.server.kept[LABELS]
+    assert [sorted(map(sorted, groups)) for groups in hand.groups] == [sorted(as_groups(of)) for of in labels.T]
+    assert len(hand.groups[0]) < len(hand.groups[1])
+    assert all(float(own["layers.1.mlp.router"][0, 0]) != 0 for own in owns.values())
+
+
+def test_shares_are_one_number_of_the_user() -> None:
+    router = Router()
+    router.gating, router.weight = ScalarGating(), torch.zeros(2, 1, 3).double()
+    router.weight[:, 0, 0] = math.log(3)
+    router.keys, router.present = torch.ones(2, 2, 1, 3).double(), torch.ones(2, 2, dtype=torch.bool)
+    router.keys[1, 1] = 0
+    gates = router(torch.randn(2, 4, 3).double())
+    torch.testing.assert_close(gates, torch.tensor([[[0.75, 0.25]] * 4, [[1.0, 0.0]] * 4]).double())
+
+
+def test_means_are_over_the_cluster_and_over_the_rest() -> None:
+    uploads = torch.tensor([[1.0], [2.0], [4.0], [100.0]]).double()
+    own, rest = means_of_clusters(uploads, torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 1.0, 1.0, 0.0]).double())
+    assert (own.flatten().tolist(), rest.flatten().tolist()) == ([1.5, 4.0], [4.0, 1.5])
+    own, rest = means_of_clusters(uploads[:2], torch.tensor([0, 0]), torch.ones(2).double())
+    assert (own.tolist(), rest.tolist()) == ([[1.5]], [[0.0]])
+
+
+def test_a_tree_of_factors_that_are_no_numbers_is_a_divergence() -> None:
+    server = make("fedtreelora").server
+    assert isinstance(server, TreeOfUsers)
+    assert (server.threshold, server.window, server.exchange_from) == (0.1, 3, 1)
+    uploads = {"layers.0.q.a": torch.ones(3, 2, 4).double(), "layers.0.q.b": torch.ones(3, 2, 4).double()}
+    kept = started(server, {name: t[0] for name, t in uploads.items()}, 3)
+    uploads["layers.0.q.b"][1, 0, 0] = math.inf
+    with pytest.raises(DivergenceError, match=r"^method fedtreelora: 1 of 24 numbers.*learning_rate"):
+        server.aggregate(kept, received(uploads, [1 / 3] * 3))

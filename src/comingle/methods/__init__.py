@@ -263,6 +263,7 @@ _METHODS = {
     "fedlease": "comingle.methods.clustered:fedlease",
     "fedex-lora": "comingle.methods.fedex:fedex_lora",
     "fedrot-lora": "comingle.methods.fedex:fedrot_lora",
+    "fedtreelora": "comingle.methods.fedalt:fedtreelora",
     "fedper": "comingle.methods.partial_sharing:fedper",
     "fedprox": "comingle.methods.baselines:fedprox",
     "flora-stacking": "comingle.methods.fedex:flora_stacking",

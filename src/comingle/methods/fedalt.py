@@ -1,15 +1,22 @@
-"""FedALT: each user's own LoRA and a frozen mean of all other users' LoRA, mixed token by token."""
+"""FedALT and FedTreeLoRA: a LoRA of a user or of its cluster, mixed with a frozen mean of all other users' LoRA."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from comingle.methods.base import Client, Method, Phase, Placement
+from comingle.methods.clustered import Merges, agglomerate, cut, require_finite, silhouette
 from comingle.methods.server import MODEL_PREFIX, Received, Server, ServerSetup, model_of
-from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Tree, flatten
+from comingle.methods.settings import Count, Range
+from comingle.models.lora import init_zero
+from comingle.models.routers import Router
+from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init, Tree, flatten
 
 
 def fedalt() -> Method:
@@ -109,3 +116,273 @@ class RestOfWorld(Server):
         for (name, t), flat_tensor in zip(initial_model.items(), flat_models.split(sizes, dim=1), strict=True):
             download[name] = flat_tensor.view(-1, 1, *t.shape)  # one model for each user
         return download
+
+
+# ---------------------------------------------------------------- FedTreeLoRA
+
+
+FIRST, LABELS = "first", "labels"
+
+
+def factors_by_layer(uploads: Tree) -> list[Float[Tensor, "users columns"]]:
+    """Return all LoRA factors B of each transformer layer, flattened to one vector for each user.
+
+    Args:
+        uploads: Uploaded tensors; factors B have names such as "layers.0.mlp.up.b".
+    """
+    names = sorted(name for name in uploads if name.endswith(".b"))
+    layers = sorted({layer_of(name) for name in names})
+    return [flatten([uploads[name] for name in names if layer_of(name) == layer]).double() for layer in layers]
+
+
+def layer_of(name: str) -> int:
+    """Return the transformer layer that a tensor belongs to: 3 for "layers.3.mlp.up.a"."""
+    return int(name.split(".")[1])
+
+
+def frobenius_distances(
+    factors: Float[Tensor, "users columns"], others: Float[Tensor, "others columns"]
+) -> Float[Tensor, "users others"]:
+    """Return the distances ``|B_i - B_j|`` of the users' factors B in a layer (FedTreeLoRA's D^(l)).
+
+    Args:
+        factors: All factors B of the layer, for each user.
+        others: The same of other users.
+    """
+    return torch.cdist(factors, others, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def choose_depths(
+    merges: Merges, distances: Sequence[Float[Tensor, "users users"]], threshold: float, window: int
+) -> Int[Tensor, "users layers"]:
+    """Return each user's cluster in each layer: cuts of one tree, the deeper the layer the finer.
+
+    In layer l the number of clusters c is from that of the layer before, c', below ``min(users, c' + window)``. It has
+    the largest silhouette in the layer's distances; one cluster counts as ``threshold``. The first layer may have one
+    cluster.
+
+    Source: FedTreeLoRA (Bian et al. 2026, arXiv:2603.13282), adaptive layer-wise depth alignment.
+
+    Args:
+        merges: Tree of all users.
+        distances: The users' distances in each layer.
+        threshold: Score tau of a single cluster.
+        window: Size K of the range of numbers of clusters.
+    """
+    num_users = len(merges) + 1
+    clusters, labels = 1, []
+    for of_layer in distances:
+        candidates = range(clusters, min(num_users, clusters + window)) or [clusters]
+        cuts = {number: cut(merges, number) for number in candidates}
+        scores = {c: threshold if c == 1 else silhouette(of_layer.cpu(), labels_) for c, labels_ in cuts.items()}
+        clusters = max(candidates, key=lambda number: scores[number])
+        labels.append(cuts[clusters])
+    return torch.stack(labels, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOfUsers(Server):
+    """Server of FedTreeLoRA: a tree of users, of which each layer has a cut, the deeper the finer.
+
+    Its state has the model of users outside the tree and
+    - ``own (users, columns)``: each user's most recent upload, flattened,
+    - ``first (users, columns)``: the factors B of its first upload,
+    - ``sent (users,)``: 1 for users in the tree, else 0,
+    - ``labels (users, layers)``: the cluster of each user in each layer.
+    """
+
+    threshold: float
+    window: int
+    kind = "stack"
+    by_user = frozenset({OWN, FIRST, SENT, LABELS})
+    one_rank = True
+    first_download = True
+    keeps_adapters = False
+
+    def start(self, setup: ServerSetup) -> Tree:
+        """Return the initial state: users have their own LoRA, no external expert, and no place in a tree.
+
+        Args:
+            setup: Initial models, and the users' names.
+        """
+        models = {name: t[:, :1] if t.dim() == 4 else t for name, t in setup.models.items()}  # (models, experts, ...)
+        num_users = len(setup.users)
+        flat_model = flatten([t[:1] for t in models.values()])
+        factors = factors_by_layer({name: t[:1] for name, t in models.items()})
+        return {
+            **{MODEL_PREFIX + name: t[0].clone() for name, t in models.items()},
+            OWN: torch.zeros_like(flat_model.expand(num_users, -1)),
+            FIRST: torch.zeros_like(torch.cat(factors, 1).expand(num_users, -1)),
+            SENT: torch.zeros(num_users),
+            LABELS: torch.zeros(num_users, len(factors), dtype=torch.int64),
+        }
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """Store the participants' uploads, build a tree of the first ones, and put later users beside the closest one.
+
+        The tree's distance is the mean over layers of ``|B_i - B_j|``.
+
+        Args:
+            kept: State of the server, changed in place.
+            received: The uploads, and the indices of the participants.
+
+        Raises:
+            DivergenceError: A factor B is not finite.
+        """
+        users = list(received.users)
+        kept[OWN][users] = flatten([received.tensors[name] for name in model_of(kept)]).to(kept[OWN])
+        factors = factors_by_layer(received.tensors)
+        is_new = ~kept[SENT][users].bool()
+        if not kept[SENT].any():
+            require_finite(torch.cat(factors, 1), "fedtreelora")
+            distances = [frobenius_distances(of_layer, of_layer) for of_layer in factors]
+            merges = agglomerate(torch.stack(distances).mean(0))
+            kept[LABELS][users] = choose_depths(merges, distances, self.threshold, self.window).to(kept[LABELS])
+        elif is_new.any():
+            in_tree = kept[SENT].nonzero().flatten()
+            sizes = [of_layer.shape[1] for of_layer in factors]
+            of_tree = kept[FIRST][in_tree].split(sizes, 1)
+            distances = [frobenius_distances(one, other) for one, other in zip(factors, of_tree, strict=True)]
+            closest = in_tree[torch.stack(distances).mean(0).argmin(1)]
+            labels = torch.where(is_new.unsqueeze(1), kept[LABELS][closest], kept[LABELS][users])
+            kept[LABELS][users] = labels
+        first = torch.where(is_new.unsqueeze(1), torch.cat(factors, 1), kept[FIRST][users])
+        kept[FIRST][users] = first
+        kept[SENT][users] = 1
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """Return each layer's means over the users of the user's cluster, and over all others as second expert.
+
+        Args:
+            kept: State of the server.
+            users: Indices of the users.
+
+        Returns:
+            Tensors by name, ``(users, 1, *shape)``: each user gets one model.
+        """
+        initial_model = model_of(kept)
+        indices = list(users)
+        in_tree = kept[SENT].to(kept[OWN])
+        is_in_tree = in_tree[indices].bool()
+        layers = sorted({layer_of(name) for name in initial_model})
+        sizes = [t.numel() for t in initial_model.values()]
+        download = {}
+        for (name, initial), uploads in zip(initial_model.items(), kept[OWN].split(sizes, dim=1), strict=True):
+            labels = kept[LABELS][:, layers.index(layer_of(name))]
+            cluster_means, external_means = means_of_clusters(uploads, labels, in_tree)
+            shape = (len(indices), *initial.shape)
+            own = cluster_means[labels[indices]].view(shape)
+            own = torch.where(is_in_tree.view(-1, *[1] * initial.dim()), own, initial)
+            parts = [own]
+            if initial.dim() == 3:  # of an MLP: (experts, rank, width)
+                external = external_means[labels[indices]].view(shape)
+                parts.append(external * is_in_tree.view(-1, *[1] * initial.dim()))
+            download[name] = torch.cat(parts, 1).unsqueeze(1)  # one model for each user
+        return download
+
+
+def means_of_clusters(
+    uploads: Float[Tensor, "users columns"], labels: Int[Tensor, " users"], counted: Float[Tensor, " users"]
+) -> tuple[Float[Tensor, "clusters columns"], Float[Tensor, "clusters columns"]]:
+    """Return the plain mean of the uploads over the users of each cluster, and over all other users.
+
+    A mean over no users is zero.
+
+    Args:
+        uploads: An upload of each user.
+        labels: Cluster of each user.
+        counted: 1 for users that count, else 0.
+    """
+    in_cluster = torch.nn.functional.one_hot(labels).to(uploads) * counted.unsqueeze(1)  # (users, clusters)
+    sizes = in_cluster.sum(0).unsqueeze(1)
+    sums = in_cluster.T @ uploads
+    rest_sizes = sizes.sum(0) - sizes
+    rest = (in_cluster.sum(1, keepdim=True) - in_cluster).T @ uploads
+    return sums / sizes.clamp(min=1), rest / rest_sizes.clamp(min=1)
+
+
+def fedtreelora(
+    *,
+    threshold: Annotated[float, Range(least=-1, most=1)] = 0.1,
+    window: Annotated[int, Range(least=1, most=10_000)] = 3,
+    warmup_rounds: Count = 1,
+) -> Method:
+    """FedTreeLoRA: users share first layers with all, and deeper layers with ever smaller clusters of one tree.
+
+    Source: Bian et al. 2026, "FedTreeLoRA: Reconciling Statistical and Functional Heterogeneity in Federated LoRA
+    Fine-Tuning", ICML 2026, arXiv:2603.13282.
+    Shared: attention, 1 LoRA expert per MLP (a generalist), each within the layer's cluster.  Local: a number for each
+    MLP, in its router.  Frozen: the base, and an external expert per MLP (a specialist), which comes from the server.
+    Client: in the first ``warmup_rounds`` rounds local steps on the user's own LoRA, without exchange.  Then local
+    steps on attention, the cluster's expert and the number together, the latter with the router's settings.  The
+    cluster's expert has the weight lambda, from 0 to 1, and the external one ``1 - lambda``.
+    Server: after the warm-up a tree by agglomerative clustering, with the mean over layers of ``|B_i - B_j|``.  From
+    the first layer to the last the number of clusters c_l has the largest silhouette in the layer's distances, with
+    ``threshold`` for one cluster, of ``c_(l-1)`` to below ``c_(l-1) + window``, below the number of users.  Then the
+    cluster's expert is the plain mean of A and of B over the most recent uploads of the layer's cluster, the external
+    one that over all other users.
+    Differs from the paper: an expert is a whole MLP with its LoRA, whose outputs are mixed, with one lambda for each
+    MLP; with ``adapters: {mix: linear}`` the outputs of each linear are mixed, as in the paper.  Attention has the
+    cluster's LoRA only.  lambda is the sigmoid of a number that starts at 0; a user without external expert has 1.
+    Absent users count with their most recent upload.  Users who miss the first exchange start from the initial LoRA,
+    and their first upload puts them beside the closest user of the tree.  Users who join later train alone.  We had
+    summaries of the paper with its equations, not its text: average linkage, the form of lambda and the defaults are
+    ours.
+
+    Args:
+        threshold: Score of a single cluster, from -1 to 1; more clusters need a larger silhouette.
+        window: A layer has fewer than this many clusters more than the layer before.
+        warmup_rounds: Rounds in which users train their own LoRA before they are clustered.
+    """
+    own = frozenset({ATTENTION, GENERALIST})
+    return Method(
+        name="fedtreelora",
+        placement=Placement(
+            specialists=1,
+            routed=True,
+            gating=ScalarGating(),
+            shared=own,
+            received=own | {SPECIALIST},
+        ),
+        client=Client(phases=(Phase(roles=own | {ROUTER}, optimizer="both"),)),
+        server=TreeOfUsers(threshold=threshold, window=window, exchange_from=warmup_rounds),
+    )
+
+
+@dataclass(frozen=True)
+class ScalarGating:
+    """Gating of FedTreeLoRA: the first of two experts has the weight lambda for all tokens, the second the rest."""
+
+    def __str__(self) -> str:
+        """Return how experts are weighted, to complete an error message "its experts are ..."."""
+        return "weighted by a number of the user"
+
+    def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
+        """Return the number of rows of an MLP's router tensor ``(rows, width)``, and its initialiser.
+
+        The first entry of the single row is the logit of lambda; the other entries stay zero.
+
+        Args:
+            experts: Number of experts, not used.
+            rank: LoRA rank, not used.
+            width: Width of the router's input, not used.
+        """
+        return 1, init_zero
+
+    def __call__(
+        self, router: Router, products: Float[Tensor, "users n rows"], x: Float[Tensor, "users n width"]
+    ) -> Float[Tensor, "users n experts"]:
+        """Return the experts' weights: lambda and ``1 - lambda``, or 1 and 0 if the second expert is missing.
+
+        An expert whose LoRA factor A is zero is missing.
+
+        Args:
+            router: The router, with the logits of lambda in its weight and the A factors of the experts as ``keys``.
+            products: Products of the router's row with x, for their dtype.
+            x: Inputs of the MLP for n tokens of each user, not used.
+        """
+        assert router.weight is not None, "without its router a model averages its experts"
+        has_external = router.keys[:, 1].flatten(1).any(1)
+        share = torch.where(has_external, router.weight[:, 0, 0].to(products.dtype).sigmoid(), 1.0)
+        shares = torch.stack([share, 1 - share], 1).unsqueeze(1)  # (users, 1, experts)
+        return shares.expand(-1, products.shape[1], -1)
