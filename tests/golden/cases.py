@@ -33,6 +33,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "ifca": {"models": 2},
     "fedlease": {"max_experts": 2},
     "fedmerge": {"models": 3, "weight_step": 0.01},
+    "fedtreelora": {"threshold": -1.0},
     "fedmerge-fixed": {"models": 4, "chosen": 2},
     "fedem": {"models": 2},
     "momentum-clustering": {"clusters": 2, "quantile": 0.5},

@@ -37,10 +37,13 @@ OTHER: dict[str, Any] = {
     "exchange_every": 2,
     "experts": 6,
     "choices": 1,
+    "threshold": -1.0,
+    "window": 1,
 }
 """Values where the rule of :func:`other` would not do."""
 
 COMPANY: dict[tuple[str, str], dict[str, Any]] = {
+    ("fedtreelora", "window"): {"threshold": -1.0},  # or all users are one cluster
     ("hetlora", "gamma"): {"regularisation": 5.0},  # which shrinks the tails that are cut
     ("hetlora", "prune"): {"regularisation": 5.0},
     ("momentum-clustering", "quantile"): {"clusters": 1},  # or each of three users is a cluster

@@ -26,6 +26,7 @@ METHODS = {
 SLOW = {
     "fedamole": {"name": "fedamole", "most": 7},
     "fedlease": {"name": "fedlease", "max_experts": 2, "warmup_rounds": 2},
+    "fedtreelora": {"name": "fedtreelora", "threshold": -1.0, "warmup_rounds": 2},
     "feddpa": {"name": "feddpa"},
     "feddpa, afterwards": {"name": "feddpa", "afterwards": True},
 }
@@ -38,7 +39,7 @@ SLOW = {
 def recipe(request: pytest.FixtureRequest, recipe_file: Path) -> Recipe:
     changes = {
         "method": request.param,
-        "adapters.rank": 4 if {"models", "most", "max_experts"} & request.param.keys() else [4, 4, 2],
+        "adapters.rank": 4 if {"models", "most", "warmup_rounds"} & request.param.keys() else [4, 4, 2],
         "training.participation": 0.6,
         "training.experts.learning_rate": 0.05,
     }
@@ -57,7 +58,7 @@ def test_resuming_is_exact(recipe: Recipe, tmp_path: Path) -> None:
     assert all(torch.equal(state[name], tensors[name]) for name in tensors)
     if recipe.method.name == "hetlora":
         assert state["ranks"].tolist() != [4, 4, 2]
-    if recipe.method.name in ("fdlora", "fedamole", "fedlease", "fedmerge", "ifca"):
+    if recipe.method.name in ("fdlora", "fedamole", "fedlease", "fedmerge", "fedtreelora", "ifca"):
         assert any(name.startswith("server/") for name in state)
 
 

@@ -389,7 +389,7 @@ UNBOUNDED = {
 """Methods of which no mechanism of updates covers all that leaves a user."""
 LOCAL_ALONE = {
     "flexlora", "fedmerge", "fedmerge-fixed", "fedamole", "fedex-lora", "momentum-clustering", "sdflora",
-    "fedlease",
+    "fedlease", "fedtreelora",
 }  # fmt: skip
 """Methods whose servers publish no mean."""
 

@@ -212,7 +212,7 @@ def test_a_rule_is_a_plain_name_or_a_mapping() -> None:
 
 NOT_MEANS = (
     "centralized", "pcl", "hetlora", "flexlora", "fedalt", "fedamole", "fedex-lora", "flora-stacking", "scaffold",
-    "sdflora", "fedlease", "fed-sb",
+    "sdflora", "fedlease", "fed-sb", "fedtreelora",
 )  # fmt: skip
 KNOWN = [*MEANS, *RIVALS, *BOUNDED, *NOT_MEANS, *(name for name in REGISTRY if not make(name).shared)]
 

@@ -212,7 +212,7 @@ def why(method: str, **privacy: Any) -> str:
 STACKED = {
     "centralized", "pcl", "hetlora", "flexlora", "floral", "floral-optimal", "floral-mfl", "ensemble",
     "ensemble-optimal", "mfl", "fml", "fedmerge", "fedmerge-fixed", "ifca", "fedalt", "fedamole", "fedex-lora",
-    "fed-sb", "fedlease", "flora-stacking", "momentum-clustering", "scaffold", "sdflora",
+    "fed-sb", "fedlease", "fedtreelora", "flora-stacking", "momentum-clustering", "scaffold", "sdflora",
 }  # fmt: skip
 """Methods that need more than a sum."""
 

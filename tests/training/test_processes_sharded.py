@@ -200,6 +200,7 @@ CASES = {
     "fedamole": {"method": "fedamole"},
     "feddpa": {"method": "feddpa"},
     "fedlease": {"method": "{name: fedlease, max_experts: 2}"},
+    "fedtreelora": {"method": "{name: fedtreelora, threshold: -1}"},
     "alone": {"method": "local"},
 }
 

@@ -40,7 +40,7 @@ def test_of_text_is_most_of_the_registry() -> None:
     assert {"pretrained", "comigs-1g1s", "floral", "fedmerge", "hetlora", "fdlora", "pcl"} <= set(of_text())
 
 
-WEIGHED = ("feddpa", "fedamole", "fedlease")
+WEIGHED = ("feddpa", "fedamole", "fedlease", "fedtreelora")
 """Methods whose experts are weighed as in no architecture of transformers."""
 
 
