@@ -317,7 +317,6 @@ class ClusterExperts(Server):
     """
 
     max_experts: int
-    fixed: bool = False
     kind = "stack"
     by_user = frozenset({OWN_CLUSTER})
     one_rank = True
@@ -359,12 +358,10 @@ class ClusterExperts(Server):
         users = list(received.users)
         units = unit_factors(received.tensors)
         clusters = kept[OWN_CLUSTER][users]
-        is_first = not kept[NUM_CLUSTERS]
-        if is_first:
+        if not kept[NUM_CLUSTERS]:
             clusters = self._make_clusters(kept, units, _num_layers(received.tensors)).to(clusters)
-        if is_first or not self.fixed:
-            for name, t in received.tensors.items():
-                set_expert_means(kept[EXPERTS + name], t.unsqueeze(1), clusters.unsqueeze(1), received.weights)
+        for name, t in received.tensors.items():  # a participant without a cluster is in no mean
+            set_expert_means(kept[EXPERTS + name], t.unsqueeze(1), clusters.unsqueeze(1), received.weights)
         num_clusters = int(kept[NUM_CLUSTERS])
         distances = cosine_distances(units, kept[CENTRES][:num_clusters], _num_layers(received.tensors))
         has_none = clusters == self.max_experts
@@ -418,12 +415,12 @@ class ClusterExperts(Server):
         return torch.tensor(rows, device=device)
 
     def settled(self) -> ClusterExperts:
-        """Return a copy of the server for users who join after the run has ended: its experts do not change.
+        """Return a copy of the server for users who join after the run has ended.
 
-        A new user exchanges once: it uploads its LoRA and downloads the experts, with that of the closest cluster as
-        its own.
+        A new user exchanges once, which changes no expert: it uploads its LoRA and downloads the experts, with that of
+        the closest cluster as its own.
         """
-        return replace(self, fixed=True, exchange_every=NEVER)
+        return replace(self, exchange_every=NEVER)
 
 
 def _is_of_experts(t: Tensor) -> bool:
