@@ -62,5 +62,5 @@ def test_a_program_that_imports_torch_first_is_warned_once() -> None:
 def test_benchmarks_import_comingle_before_torch(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     firsts = [line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))]
-    if "torch" in firsts:
+    if "torch" in firsts and path.stem != "peers_theirs":  # which runs where comingle is not installed
         assert "comingle" in firsts[: firsts.index("torch")]

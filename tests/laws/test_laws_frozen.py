@@ -60,10 +60,12 @@ def filled(federation: InProcess, real: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same without places that a server has left empty, whose A is zero, and routers that have one expert alone."""
     there = per_expert(federation, federation.clients.state.rows != 0)
 
-    def used(name: str) -> Tensor:
+    def used(name: str) -> Tensor | bool:
         if name[-2:] in (".a", ".b"):
             return there[f"{name[:-1]}a"]
-        return there[f"{name.removesuffix('router')}up.a"].sum(1, keepdim=True) > 1
+        if name.endswith("router"):
+            return there[f"{name.removesuffix('router')}up.a"].sum(1, keepdim=True) > 1
+        return True  # such as FedEx-LoRA's residual
 
     return {name: flags & used(name) for name, flags in real.items()}
 

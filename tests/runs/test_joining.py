@@ -134,7 +134,7 @@ def test_merging_weights_move_by_equation_6(trained: Callable[..., Run]) -> None
     (gradient,) = torch.autograd.grad(losses.mean(), logits)
     moved = server.kept[MERGING_WEIGHTS][0]
     torch.testing.assert_close(moved / moved.abs().max(), -gradient / gradient.abs().max())
-    assert 0.01 < float(moved.abs().max()) < 0.02
+    assert 0.5 < float(moved.abs().max()) < 1  # weight_step is 0.5
 
 
 @pytest.mark.parametrize("words", ["animals", "numbers"])

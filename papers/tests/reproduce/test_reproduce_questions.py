@@ -65,7 +65,7 @@ def test_the_paper_scale_has_the_settings_of_section_4_7() -> None:
         assert (asked.valid, recipe.evaluation.select) == (train // 10, "best")
         assert recipe.base == "meta-llama/Meta-Llama-3-8B"
         assert (training.rounds, training.batch_size, training.context, training.local_epochs) == (20, 8, 512, 1)
-        assert recipe.method.settings == {"models": 5}
+        assert recipe.method.settings == {"models": 5, "weight_step": 0.01}
         assert recipe.adapters.rank == 8
         # Alpaca-LoRA's: alpha 16 over rank 8, AdamW at 3e-4 without decay.
         assert lora_scale(recipe.adapters.alpha, 8) == pytest.approx(16 / 8, rel=1e-4)

@@ -205,8 +205,8 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
         if event["event"] == "start" and "continues" in event:
             tables.append(literal_text(continuation_line(event["continues"]), "dim"))
     tables += [literal_text(line, "dim") for line in [*forgetting_lines(metrics), *served_lines(metrics)]]
-    has_evaluations = any(event["event"] == "evaluation" for event in events)  # a federation's client has none
-    if has_evaluations and not all_results_are_private:
+    num_evaluations = sum(event["event"] == "evaluation" for event in events)  # a federation's client has one
+    if num_evaluations > 1 and not all_results_are_private:
         tables.append(render_curve(events))
     return tables
 
