@@ -428,7 +428,10 @@ def stopped(federation: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, *SLOW])
 def test_a_killed_bundle_leaves_the_old_archive(
     comingle: Any, federation: Path, tmp_path: Path, pip: Pip, sign: signal.Signals
 ) -> None:

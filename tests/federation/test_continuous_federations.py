@@ -106,7 +106,7 @@ class Federation:
         return {name for event in events if event["event"] == "round" for name in event["train_loss_nats"]}
 
 
-@pytest.mark.parametrize("method", ["comigs-1g1s", "pcl"])
+@pytest.mark.parametrize("method", ["comigs-1g1s", pytest.param("pcl", marks=pytest.mark.slow)])
 def test_runs_with_arriving_text_are_those_of_one_process(method: str, tmp_path: Path) -> None:
     federation = Federation(tmp_path, ANN, BOB, name=method)
     assert federation.recipe.get("seed", 0) == 0
@@ -830,7 +830,7 @@ def test_processes_train_as_text_arrives(comingle: Callable[..., Any], tmp_path:
             process.wait(60)
 
 
-@pytest.mark.parametrize("mechanism", ["central", "local"])
+@pytest.mark.parametrize("mechanism", ["central", pytest.param("local", marks=pytest.mark.slow)])
 def test_privacy_accounts_go_on_until_budgets_are_spent(mechanism: str, tmp_path: Path) -> None:
     """Ann trains in two runs and bob in one; then ann's budget is spent, and bob goes on alone."""
     options = {"name": "fedavg", "training__local_steps": 1}

@@ -146,6 +146,7 @@ def test_show_status_and_report_say_what_the_user_is_served(
         assert difference in page
 
 
+@pytest.mark.slow
 def test_nothing_of_the_guard_leaves_a_client(comingle: Any, tmp_path: Path) -> None:
     """Messages, reports and shared tensors are those of a federation without a guard, whose clients write one model."""
     texts, recorded = tmp_path / "texts", {}

@@ -292,7 +292,7 @@ class AskedServer:
         assert all(self.answers.values())
 
 
-@pytest.mark.parametrize("users", [(ANN,), (ANN, BOB)])
+@pytest.mark.parametrize("users", [(ANN,), pytest.param((ANN, BOB), marks=pytest.mark.slow)])
 def test_answers_go_on_when_the_next_run_of_a_continuous_federation_begins(
     users: tuple[str, ...], tmp_path: Path
 ) -> None:
