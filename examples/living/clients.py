@@ -342,9 +342,10 @@ def run_month(month: Month, present: list[list[str]], rounds: int) -> tuple[Scor
         runs += 1
         month.wait_for_run(runs, names)
         month.last_part = arrived, time.monotonic()
+        if part == PARTS - 1:
+            time.sleep(IDLE_SECONDS)  # before the scores, which need the processor
         when_new |= month.scores(runs, names, [part])
         earlier = names
-    time.sleep(IDLE_SECONDS)
     return month.scores(runs, earlier, list(range(PARTS))), when_new
 
 
@@ -368,7 +369,7 @@ def print_last_part(month: Month, answers: Sequence[Answer]) -> None:
     arrived, ended = month.last_part
     before = [answer.text for answer in answers if answer.began < arrived]
     training = [answer for answer in answers if arrived <= answer.began < ended]
-    idle = [answer for answer in answers if answer.began >= ended]
+    idle = [answer for answer in answers if ended <= answer.began < ended + IDLE_SECONDS]
     if not (before and training and idle):  # the user has left
         return
     p95, idle_p95 = (percentile([answer.seconds for answer in some]) for some in (training, idle))
