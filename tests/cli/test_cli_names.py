@@ -111,6 +111,9 @@ def test_results_of_strangers_do_not_command_the_terminal(comingle: Any, recipe_
     for name in ("metrics.json", "events.jsonl"):
         text = (run / name).read_text()
         (run / name).write_text(text.replace('"ann"', json.dumps(f"{MARKUP}{RED}")).replace("random:llama", "[/]b"))
+    events = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    evaluation = next(line for line in events if '"event": "evaluation"' in line)
+    (run / "events.jsonl").write_text("".join([*events, evaluation]))  # two, for the table of rounds
     answer = comingle("show", run)
     assert answer.code == 0, answer.err
     assert answer.out.count(f"{MARKUP}{SHOWN}") == 2
