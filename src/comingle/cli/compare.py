@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -159,10 +158,7 @@ def compare_methods(
         outcomes: Iterator[tuple[Key, Run | dict[str, Any] | ComingleError]]
         if tune:
             tuned = tune_recipes(recipes, tune, folder, run_all, resume=resume, force=force, say=say)
-            recipes = tuned.recipes
-            remaining = {key: recipe for key, recipe in recipes.items() if key not in tuned.ended}
-            validated = partial(run_all, remaining, folder, all_recipes=recipes, validates=True)
-            outcomes = chain(tuned.ended.items(), validated() if remaining else ())
+            recipes, outcomes = tuned.recipes, tuned.train_remaining(folder, run_all)
         else:
             outcomes = run_all(recipes, folder)
         for key, outcome in outcomes:  # an outcome is a run, an error, or the metrics of a run in another process

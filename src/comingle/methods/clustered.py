@@ -434,7 +434,7 @@ def _num_layers(uploads: Tree) -> int:
 
 
 def require_finite(factors: Tensor, method: str) -> None:
-    """Raise an error unless the factors B by which a server clusters users are finite.
+    """Raise an error unless all LoRA factors B that a server clusters are finite.
 
     Args:
         factors: The users' factors.

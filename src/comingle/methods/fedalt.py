@@ -155,7 +155,7 @@ def frobenius_distances(
 def choose_depths(
     merges: Merges, distances: Sequence[Float[Tensor, "users users"]], threshold: float, window: int
 ) -> Int[Tensor, "users layers"]:
-    """Return each user's cluster in each layer: cuts of one tree, the deeper the layer the finer.
+    """Return each user's cluster in each layer: cuts of one tree, into more clusters for deeper layers.
 
     In layer l the number of clusters c is from that of the layer before, c', below ``min(users, c' + window)``. It has
     the largest silhouette in the layer's distances; one cluster counts as ``threshold``. The first layer may have one
@@ -182,7 +182,7 @@ def choose_depths(
 
 @dataclass(frozen=True, kw_only=True)
 class TreeOfUsers(Server):
-    """Server of FedTreeLoRA: a tree of users, of which each layer has a cut, the deeper the finer.
+    """Server of FedTreeLoRA: cuts one tree of users into clusters for each layer, into more for deeper layers.
 
     Its state has the model of users outside the tree and
     - ``own (users, columns)``: each user's most recent upload, flattened,

@@ -922,7 +922,13 @@ class RunAll(Protocol):
     """A function that runs recipes in a folder, and yields the run, its metrics or its error for each."""
 
     def __call__(
-        self, recipes: Mapping[Key, Recipe], folder: Path | None, *, validates: bool, are_candidates: bool
+        self,
+        recipes: Mapping[Key, Recipe],
+        folder: Path | None,
+        *,
+        all_recipes: Mapping[Key, Recipe] | None = None,
+        validates: bool,
+        are_candidates: bool = False,
     ) -> Iterable[tuple[Key, Run | dict[str, Any] | ComingleError]]:
         """Run the recipes; the options are those of :func:`run_recipes`."""
         ...
@@ -938,6 +944,20 @@ class Tuned:
     """Metrics of the runs with the picked values that need not be trained again, or the error of all candidates."""
     record: Tuning
     """Candidates and picked values."""
+
+    def train_remaining(
+        self, folder: Path | None, run_all: RunAll
+    ) -> Iterator[tuple[Key, Run | dict[str, Any] | ComingleError]]:
+        """Train the runs that have not ended with the tuning; yield the outcomes of all.
+
+        Args:
+            folder: The folder of the comparison; None writes nothing.
+            run_all: Runs recipes.
+        """
+        yield from self.ended.items()
+        remaining = {key: recipe for key, recipe in self.recipes.items() if key not in self.ended}
+        if remaining:
+            yield from run_all(remaining, folder, all_recipes=self.recipes, validates=True)
 
 
 def tune_recipes(

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,9 +220,7 @@ def compare(
         if tune:
             tuned = tune_recipes(recipes, tune, folder, run_all, resume=resume, force=force, say=reporter.say)
             recipes, tuning = tuned.recipes, tuned.record
-            remaining = {key: recipe for key, recipe in recipes.items() if key not in tuned.ended}
-            runs = run_all(remaining, folder, all_recipes=recipes, validates=True) if remaining else ()
-            results = dict(chain(tuned.ended.items(), runs))
+            results = dict(tuned.train_remaining(folder, run_all))
             runs = [(key, results[key]) for key in recipes]  # in the order of the methods
         else:
             runs = run_all(recipes, folder)
