@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--answers", type=int, default=30, help="Answers while nothing is trained.")
+    parser.add_argument("--pause", type=float, default=0.0, help="Seconds between an answer and the next request.")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -81,7 +82,7 @@ def measure(asked: argparse.Namespace, folder: Path, texts: dict[str, str]) -> d
         time.sleep(0.1)
     url = found[0]
     wait_for_run(url, "0001")
-    idle = [answer(url)[1] for _ in range(asked.answers)]
+    idle = [answer(url, asked.pause)[1] for _ in range(asked.answers)]
     text_before, _seconds = answer(url)
     began = time.monotonic()
     for name, text in texts.items():
@@ -89,12 +90,13 @@ def measure(asked: argparse.Namespace, folder: Path, texts: dict[str, str]) -> d
         post(f"{url}/v1/users/{name}/documents", {"documents": documents})
     meanwhile: list[float] = []
     while True:
-        text, seconds = answer(url)
+        text, seconds = answer(url, asked.pause)
         if text != text_before:
             break
         meanwhile.append(seconds)
     return {
         "dtype": asked.dtype,
+        "pause_seconds": asked.pause,
         "idle_median_seconds": round(statistics.median(idle), 3),
         "idle_p95_seconds": round(percentile(idle), 3),
         "training_median_seconds": round(statistics.median(meanwhile), 3),
@@ -120,8 +122,9 @@ def wait_for_run(url: str, run: str) -> None:
         time.sleep(0.2)
 
 
-def answer(url: str) -> tuple[str, float]:
-    """Return the most probable answer of the first user's model, and its seconds."""
+def answer(url: str, pause: float = 0.0) -> tuple[str, float]:
+    """Return the most probable answer of the first user's model, and its seconds, after a pause."""
+    time.sleep(pause)
     body = {"model": USERS[0], "prompt": PROMPT, "max_tokens": ANSWER_TOKENS, "temperature": 0}
     began = time.monotonic()
     response = post(f"{url}/v1/completions", body)
