@@ -197,7 +197,9 @@ class DivideSamples(ClientHook):
 
 
 def unit_factors(uploads: Tree) -> Float[Tensor, "users columns"]:
-    """Return each user's LoRA factors B as vectors of length 1, in the order of their names; zeros stay zeros.
+    """Return each user's LoRA factors B, each flattened and divided by its norm; factors of zeros stay zeros.
+
+    Products of two users' rows are then sums of the cosines between their factors.
 
     Args:
         uploads: Uploaded tensors; names of factors B end in ".b".

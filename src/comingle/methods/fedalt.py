@@ -170,13 +170,15 @@ def choose_depths(
         window: Size K of the range of numbers of clusters.
     """
     num_users = len(merges) + 1
-    clusters, labels = 1, []
+    num_clusters, labels = 1, []
     for of_layer in distances:
-        candidates = range(clusters, min(num_users, clusters + window)) or [clusters]
-        cuts = {number: cut(merges, number) for number in candidates}
-        scores = {c: threshold if c == 1 else silhouette(of_layer.cpu(), labels_) for c, labels_ in cuts.items()}
-        clusters = max(candidates, key=lambda number: scores[number])
-        labels.append(cuts[clusters])
+        cuts = {number: cut(merges, number) for number in range(num_clusters, min(num_users, num_clusters + window))}
+        scores = {number: silhouette(of_layer.cpu(), users) for number, users in cuts.items() if number > 1}
+        if 1 in cuts:
+            scores[1] = threshold
+        if cuts:  # a user alone is one cluster
+            num_clusters = max(cuts, key=lambda number: scores[number])  # the fewest of equally good ones
+        labels.append(cut(merges, num_clusters))
     return torch.stack(labels, 1)
 
 
@@ -229,26 +231,22 @@ class TreeOfUsers(Server):
         Raises:
             DivergenceError: A factor B is not finite.
         """
-        users = list(received.users)
+        users = torch.tensor(received.users, device=kept[OWN].device)
         kept[OWN][users] = flatten([received.tensors[name] for name in model_of(kept)]).to(kept[OWN])
-        factors = factors_by_layer(received.tensors)
-        is_new = ~kept[SENT][users].bool()
-        if not kept[SENT].any():
+        is_new = kept[SENT][users] == 0
+        if not is_new.any():
+            return
+        new_users = users[is_new]
+        factors = factors_by_layer({name: t[is_new.to(t.device)] for name, t in received.tensors.items()})
+        if kept[SENT].any():
+            kept[LABELS][new_users] = _labels_of_closest(kept, factors)
+        else:
             require_finite(torch.cat(factors, 1), "fedtreelora")
             distances = [frobenius_distances(of_layer, of_layer) for of_layer in factors]
             merges = agglomerate(torch.stack(distances).mean(0))
-            kept[LABELS][users] = choose_depths(merges, distances, self.threshold, self.window).to(kept[LABELS])
-        elif is_new.any():
-            in_tree = kept[SENT].nonzero().flatten()
-            sizes = [of_layer.shape[1] for of_layer in factors]
-            of_tree = kept[FIRST][in_tree].split(sizes, 1)
-            distances = [frobenius_distances(one, other) for one, other in zip(factors, of_tree, strict=True)]
-            closest = in_tree[torch.stack(distances).mean(0).argmin(1)]
-            labels = torch.where(is_new.unsqueeze(1), kept[LABELS][closest], kept[LABELS][users])
-            kept[LABELS][users] = labels
-        first = torch.where(is_new.unsqueeze(1), torch.cat(factors, 1), kept[FIRST][users])
-        kept[FIRST][users] = first
-        kept[SENT][users] = 1
+            kept[LABELS][new_users] = choose_depths(merges, distances, self.threshold, self.window).to(kept[LABELS])
+        kept[FIRST][new_users] = torch.cat(factors, 1)
+        kept[SENT][new_users] = 1
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return each layer's means over the users of the user's cluster, and over all others as second expert.
@@ -279,6 +277,19 @@ class TreeOfUsers(Server):
                 parts.append(external * is_in_tree.view(-1, *[1] * initial.dim()))
             download[name] = torch.cat(parts, 1).unsqueeze(1)  # one model for each user
         return download
+
+
+def _labels_of_closest(kept: Tree, factors: Sequence[Float[Tensor, "users columns"]]) -> Int[Tensor, "users layers"]:
+    """Return for each new user the clusters of the closest user in the tree, by the tree's distance.
+
+    Args:
+        kept: State of the server, with the tree's users.
+        factors: The new users' factors B of each layer.
+    """
+    in_tree = kept[SENT].nonzero().flatten()
+    first_factors = kept[FIRST][in_tree].split([of_layer.shape[1] for of_layer in factors], 1)
+    distances = [frobenius_distances(new, first) for new, first in zip(factors, first_factors, strict=True)]
+    return kept[LABELS][in_tree[torch.stack(distances).mean(0).argmin(1)]]
 
 
 def means_of_clusters(

@@ -319,13 +319,14 @@ class MiddleMean(Mean):
             received: The uploads R_u, and in the first exchange A_u and B_u, with aggregation weights.
         """
         pairs = list(lora_pairs(received.tensors))
-        if not pairs:
+        if not pairs:  # later exchanges have R alone
             super().aggregate(kept, received)
+            return
         for name, a, b in pairs:
+            r = received.tensors[f"{name}.{MIDDLE}"]
             weights = received.weights.to(a).view(-1, *[1] * (a.dim() - 1))
-            middle = received.tensors[f"{name}.{MIDDLE}"]
-            change = ((middle @ a).mT @ (weights * b)).sum(0)  # (*experts, d_in, d_out)
-            factors = silver_bullet(change, rank=a.shape[-2])
+            mean_change = ((r @ a).mT @ (weights * b)).sum(0)  # (*experts, d_in, d_out)
+            factors = silver_bullet(mean_change, rank=a.shape[-2])
             for suffix, factor in zip(("a", "b", MIDDLE), factors, strict=True):
                 kept[f"{MODEL_PREFIX}{name}.{suffix}"].copy_(factor)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,6 +30,7 @@ from comingle.reports.comparisons import (
     TUNING,
     ComparisonTable,
     TriedCandidate,
+    TunedMethod,
     Tuning,
     baseline_methods,
     baseline_of,
@@ -824,6 +825,8 @@ class Candidate(NamedTuple):
 
     values: dict[str, Any]
     recipe: Recipe
+    key: Key
+    """Label of the candidate's run, such as "fedavg:learning_rate=0.003", and its seed."""
 
 
 def candidates_of(recipes: Mapping[Key, Recipe], tune: Mapping[str, Sequence[Any]]) -> dict[str, list[Candidate]]:
@@ -856,10 +859,10 @@ def candidates_of(recipes: Mapping[Key, Recipe], tune: Mapping[str, Sequence[Any
         for values in product(*(tune[key] for key in keys)):
             changed = recipe.with_changes(dict(zip(keys, values, strict=True)), where="--tune")
             check_recipe(changed)
-            candidate = Candidate({key: value_at(changed, key) for key in keys}, changed)
-            if candidate.values in [other.values for other in candidates[label]]:
-                raise RecipeError(f"--tune: got {_values_text(candidate.values)} twice; give each value once")
-            candidates[label].append(candidate)
+            as_read = {key: value_at(changed, key) for key in keys}
+            if as_read in [other.values for other in candidates[label]]:
+                raise RecipeError(f"--tune: got {_values_text(as_read)} twice; give each value once")
+            candidates[label].append(Candidate(as_read, changed, _key_of_candidate(label, as_read, first_seed)))
     if not candidates:
         raise RecipeError(
             f"--tune: no method of {list_names(dict.fromkeys(label for label, _seed in recipes))} trains; leave it out"
@@ -908,6 +911,17 @@ def _check_validation(recipe: Recipe) -> None:
         check_recipe(recipe.with_changes({"evaluation.select": "best"}))
     except RecipeError as error:
         raise RecipeError(f"--tune: picks by validation loss, for which {error}") from None
+
+
+def _key_of_candidate(label: str, values: Mapping[str, Any], seed: int) -> Key:
+    """Return label and seed of the run of a candidate.
+
+    Args:
+        label: Label of the method.
+        values: The candidate's values by recipe key.
+        seed: The first seed.
+    """
+    return f"{label}:{_values_text(values)}", seed
 
 
 def _values_text(values: Mapping[str, Any]) -> str:
@@ -989,100 +1003,164 @@ def tune_recipes(
     """
     candidates = candidates_of(recipes, tune)
     first_seed = next(seed for _label, seed in recipes)
-    record: Tuning = {"seed": first_seed, "keys": {key: list(values) for key, values in tune.items()}, "methods": {}}
-    for key in tune:  # as the recipe reads them: "1e-3" is 0.001
-        in_recipes = [candidate.values for of_method in candidates.values() for candidate in of_method]
-        values_of_key = [values[key] for values in in_recipes if key in values]
-        record["keys"][key] = [value for i, value in enumerate(values_of_key) if value not in values_of_key[:i]]
+    record: Tuning = {"seed": first_seed, "keys": _values_by_key(candidates, tune), "methods": {}}
     if folder is not None:
         record["methods"] = _earlier_picks(recipes, record, folder, candidates, resume=resume, force=force)
+    untried = {label: of_method for label, of_method in candidates.items() if label not in record["methods"]}
+    num_after = sum(label not in candidates or seed != first_seed for label, seed in recipes)
+    outcomes = _train_candidates(untried, folder, run_all, num_after=num_after, say=say)
 
-    keys_of_candidates: dict[Key, tuple[str, int]] = {}  # label and number of each candidate to run
-    to_run: dict[Key, Recipe] = {}
-    for label, candidates_of_method in candidates.items():
-        if label in record["methods"]:
-            continue
-        for number, candidate in enumerate(candidates_of_method):
-            key = (f"{label}:{_values_text(candidate.values)}", first_seed)
-            keys_of_candidates[key] = (label, number)
-            to_run[key] = candidate.recipe
-    num_after = sum(key not in candidates or seed != first_seed for key, seed in recipes)
-    outcomes: dict[str, dict[int, dict[str, Any] | ComingleError]] = {}
-    started = time.perf_counter()
-    candidates_folder = None if folder is None else folder / TUNING
-    ended_runs = run_all(to_run, candidates_folder, validates=True, are_candidates=True) if to_run else ()
-    for num_ended, (key, outcome) in enumerate(ended_runs, start=1):
-        label, number = keys_of_candidates[key]
-        outcomes.setdefault(label, {})[number] = outcome.metrics if isinstance(outcome, Run) else outcome
-        num_left = len(to_run) - num_ended + num_after
-        time_left = (time.perf_counter() - started) / num_ended * num_left
-        line = f"{num_ended} of {len(to_run)} candidates ended · {key[0]}, seed {key[1]} · {_outcome_text(outcome)}"
-        say(f"{line} · about {format_duration(time_left)} left, with the {num_after} runs that follow")
-
-    tuned, ended = dict(recipes), dict[Key, dict[str, Any] | ComingleError]()
-    for label, outcomes_of_method in outcomes.items():
-        picked = _add_pick(record, label, candidates[label], outcomes_of_method)
+    ended: dict[Key, dict[str, Any] | ComingleError] = {}
+    failed: list[str] = []
+    for label, of_method in untried.items():
+        picked = _lowest_loss(of_method, outcomes)
         if picked is None:
-            first_error = next(error for error in outcomes_of_method.values() if isinstance(error, ComingleError))
-            ended[label, first_seed] = RunError(f"no candidate of --tune has a finite loss: {first_error}")
-            tuned = {key: recipe for key, recipe in tuned.items() if key[0] != label or key[1] == first_seed}
+            ended[label, first_seed] = _all_failed(of_method, outcomes)
+            failed.append(label)
             continue
-        metrics = outcomes_of_method[picked]
+        tried = [_tried(candidate, outcomes[candidate.key]) for candidate in of_method]
+        record["methods"][label] = TunedMethod(picked=picked.values, candidates=tried)
+        metrics = outcomes[picked.key]
         assert isinstance(metrics, dict)
         ended[label, first_seed] = {key: value for key, value in metrics.items() if key != _VALID_LOSS}
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / f"{TUNING}.json", record)
-    for label, method in record["methods"].items():
-        picked_values = method["picked"]
-        for label_of_run, seed in recipes:
-            if label_of_run == label and picked_values is not None:
-                tuned[label, seed] = recipes[label, seed].with_changes(picked_values, where="--tune")
-        if folder is not None and picked_values is not None and (label, first_seed) in recipes:
-            _move_picked(folder, label, picked_values, first_seed, force=force)
-    for note in edge_notes(record):
-        if any(note.startswith(f"{label}: ") for label in outcomes):  # not again what an earlier command picked
-            _log.warning("--tune: %s", note)
-    return Tuned(recipes=tuned, ended=ended, record=record)
+        _write_picks(folder, record, recipes, force=force)
+    of_this_command = {label: method for label, method in record["methods"].items() if label in untried}
+    for note in edge_notes({**record, "methods": of_this_command}):
+        _log.warning("--tune: %s", note)
+    return Tuned(recipes=_with_picks(recipes, record, failed), ended=ended, record=record)
 
 
-def _outcome_text(outcome: Run | dict[str, Any] | ComingleError) -> str:
+def _values_by_key(
+    candidates: Mapping[str, Sequence[Candidate]], tune: Mapping[str, Sequence[Any]]
+) -> dict[str, list[Any]]:
+    """Return the distinct values of each tuned key as the recipes read them: 0.001 for "1e-3".
+
+    Args:
+        candidates: The candidates of each method.
+        tune: Candidate values by recipe key, for the order of the keys.
+    """
+    values_by_key: dict[str, list[Any]] = {key: [] for key in tune}
+    for candidate in chain.from_iterable(candidates.values()):
+        for key, value in candidate.values.items():
+            if value not in values_by_key[key]:
+                values_by_key[key].append(value)
+    return values_by_key
+
+
+def _train_candidates(
+    candidates: Mapping[str, Sequence[Candidate]],
+    folder: Path | None,
+    run_all: RunAll,
+    *,
+    num_after: int,
+    say: Callable[[str], None],
+) -> dict[Key, dict[str, Any] | ComingleError]:
+    """Train candidates, with a line of progress for each; return their metrics or errors.
+
+    Args:
+        candidates: The candidates of each method.
+        folder: The folder of the comparison; None writes nothing.
+        run_all: Runs recipes.
+        num_after: Number of runs that follow, for the time that is left.
+        say: Prints a line of progress.
+    """
+    to_run = {candidate.key: candidate.recipe for candidate in chain.from_iterable(candidates.values())}
+    if not to_run:
+        return {}
+    outcomes: dict[Key, dict[str, Any] | ComingleError] = {}
+    candidates_folder = None if folder is None else folder / TUNING
+    started = time.perf_counter()
+    for key, outcome in run_all(to_run, candidates_folder, validates=True, are_candidates=True):
+        outcomes[key] = outcome.metrics if isinstance(outcome, Run) else outcome
+        num_left = len(to_run) - len(outcomes) + num_after
+        time_left = (time.perf_counter() - started) / len(outcomes) * num_left
+        label, seed = key
+        line = f"{len(outcomes)} of {len(to_run)} candidates ended · {label}, seed {seed} · "
+        line += _outcome_text(outcomes[key])
+        say(f"{line} · about {format_duration(time_left)} left, with the {num_after} runs that follow")
+    return outcomes
+
+
+def _outcome_text(outcome: dict[str, Any] | ComingleError) -> str:
     """Return the validation loss of a candidate, or why it failed, as text."""
     if isinstance(outcome, ComingleError):
         return f"failed: {outcome}"
-    loss = (outcome.metrics if isinstance(outcome, Run) else outcome)[_VALID_LOSS]
+    loss = outcome[_VALID_LOSS]
     return "validation loss not finite" if loss is None else f"validation loss {loss:.4f}"
 
 
-def _add_pick(
-    record: Tuning,
-    label: str,
-    candidates: Sequence[Candidate],
-    outcomes: Mapping[int, dict[str, Any] | ComingleError],
-) -> int | None:
-    """Add a method to the record; return the number of the candidate with the lowest loss, None if all failed.
+def _tried(candidate: Candidate, outcome: dict[str, Any] | ComingleError) -> TriedCandidate:
+    """Return the record of a candidate: its values, and its validation loss or error."""
+    if isinstance(outcome, ComingleError):
+        return {"values": candidate.values, "mean_valid_loss": None, "error": str(outcome)}
+    return {"values": candidate.values, "mean_valid_loss": outcome[_VALID_LOSS]}
+
+
+def _lowest_loss(
+    candidates: Sequence[Candidate], outcomes: Mapping[Key, dict[str, Any] | ComingleError]
+) -> Candidate | None:
+    """Return the candidate with the lowest validation loss, the first of equal ones; None if no loss is finite.
 
     Args:
-        record: The record of the tuning.
-        label: The method's label.
-        candidates: Its candidates.
-        outcomes: Metrics or error of each candidate, by number.
+        candidates: The candidates of a method.
+        outcomes: Metrics or error of each candidate.
     """
-    tried: list[TriedCandidate] = []
-    losses: dict[int, float] = {}
-    for number, candidate in enumerate(candidates):
-        outcome = outcomes[number]
-        loss = None if isinstance(outcome, ComingleError) else outcome[_VALID_LOSS]
-        entry: TriedCandidate = {"values": candidate.values, "mean_valid_loss": loss}
-        if isinstance(outcome, ComingleError):
-            entry["error"] = str(outcome)
-        if loss is not None:
-            losses[number] = loss
-        tried.append(entry)
-    picked = min(losses, key=lambda number: losses[number], default=None)  # the first of equal ones
-    if picked is not None:
-        record["methods"][label] = {"picked": candidates[picked].values, "candidates": tried}
-    return picked
+    losses = [_tried(candidate, outcomes[candidate.key])["mean_valid_loss"] for candidate in candidates]
+    finite = [(loss, number) for number, loss in enumerate(losses) if loss is not None]
+    return candidates[min(finite)[1]] if finite else None
+
+
+def _all_failed(candidates: Sequence[Candidate], outcomes: Mapping[Key, dict[str, Any] | ComingleError]) -> RunError:
+    """Return the error of a method of which no candidate has a finite loss.
+
+    Args:
+        candidates: The candidates of the method.
+        outcomes: Metrics or error of each candidate.
+    """
+    text = _outcome_text(outcomes[candidates[0].key])
+    return RunError(f"no candidate of --tune has a finite loss; {_values_text(candidates[0].values)}: {text}")
+
+
+def _with_picks(recipes: Mapping[Key, Recipe], record: Tuning, failed: Collection[str]) -> dict[Key, Recipe]:
+    """Return the runs of a comparison with the picked values.
+
+    Args:
+        recipes: The runs, by label of the method and seed.
+        record: The picked values.
+        failed: Labels of the methods whose candidates all failed, which keep their first seed only.
+    """
+    tuned: dict[Key, Recipe] = {}
+    for (label, seed), recipe in recipes.items():
+        method = record["methods"].get(label)
+        if label not in failed or seed == record["seed"]:
+            tuned[label, seed] = recipe.with_changes(method["picked"], where="--tune") if method else recipe
+    return tuned
+
+
+def _write_picks(folder: Path, record: Tuning, recipes: Mapping[Key, Recipe], *, force: bool) -> None:
+    """Write the record of the tuning, and move the runs of picked candidates to the folders of their methods.
+
+    Args:
+        folder: The folder of the comparison.
+        record: Candidates and picked values.
+        recipes: The runs of the comparison; other methods in the record stay where they are.
+        force: Whether to replace run folders.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{TUNING}.json", record)
+    seed = record["seed"]
+    for label, method in record["methods"].items():
+        if (label, seed) in recipes:
+            candidate_label, _seed = _key_of_candidate(label, method["picked"], seed)
+            source = folder / TUNING / f"{folder_name(candidate_label)}-seed{seed}"
+            target = folder / f"{folder_name(label)}-seed{seed}"
+            if not source.exists():  # an earlier command has moved it
+                continue
+            if target.exists() and force:
+                shutil.rmtree(target)
+            if not target.exists():
+                source.rename(target)
 
 
 def _earlier_picks(
@@ -1125,23 +1203,3 @@ def _earlier_picks(
         if key[0] in candidates and key[0] not in tuned and (run_folder / "recipe.yaml").exists():
             raise RunError(f"{run_folder}: exists and was not tuned; use another --out")
     return tuned
-
-
-def _move_picked(folder: Path, label: str, values: Mapping[str, Any], seed: int, *, force: bool) -> None:
-    """Move the run of the picked candidate to the method's folder, unless it is there already.
-
-    Args:
-        folder: The folder of the comparison.
-        label: The method's label.
-        values: The picked values.
-        seed: The first seed.
-        force: Whether to replace the folder.
-    """
-    source = folder / TUNING / f"{folder_name(f'{label}:{_values_text(values)}')}-seed{seed}"
-    target = folder / f"{folder_name(label)}-seed{seed}"
-    if not source.exists():
-        return
-    if target.exists() and force:
-        shutil.rmtree(target)
-    if not target.exists():
-        source.rename(target)
