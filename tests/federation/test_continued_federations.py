@@ -59,7 +59,7 @@ def assert_same(channel: Direct, run: api.Run) -> None:
             assert torch.equal(mine[key], t[names.index(name) :: len(names)]), (name, key)
 
 
-@pytest.mark.parametrize("method", ["comigs-1g1s", "pcl", "fedmerge"])
+@pytest.mark.parametrize("method", ["comigs-1g1s", "pcl", "fedmerge", "fed-sb", "fedlease", "fedtreelora"])
 def test_it_is_the_run_of_one_process_that_continues(method: str, tmp_path: Path) -> None:
     """One user leaves, one is new, one has other text."""
     content = recipe_of(tmp_path / "texts", method)

@@ -142,6 +142,8 @@ def test_an_interrupted_tuning_is_resumed(
     assert "picked by mean validation loss" in added.out
     replaced = comingle_command("compare", short, "--methods", "local,fedavg", *options, "--out", folder, "--force")
     assert (replaced.code, len(trained)) == (0, 8)
+    picked = read_tuning(folder)["methods"]["local"]["picked"][RATE]  # type: ignore[index]
+    assert not (folder / "tuning" / f"local-learning_rate={picked}-seed0").exists()  # it replaced the method's run
     assert {name: results(folder)[name] for name in ("local", "fedavg")} == results(tmp_path / "one")
     other = ("--seeds", "0,1", "--tune", "training.experts.learning_rate=1e-3,3e-2")
     changed = comingle_command("compare", short, "--methods", "local", *other, "--out", folder, "--resume")
