@@ -81,3 +81,40 @@ def test_peers_take_turns_beside_comingle(row: str) -> None:
         assert line["times"] > 0
         assert ("seconds" in line["behind"]) == (line["times"] <= 1)
         assert line["peer"].get("difference", 0) < 1e-5
+
+
+ANSWERS = """
+import json, sys
+print(json.dumps({}), flush=True)
+for number, line in enumerate(sys.stdin):
+    answer = {"loss": 0.5} if line == "score\\n" else {"seconds": number, "cpu_seconds": 2 * number}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def test_peers_are_compared_by_their_turns_after_the_first_ones() -> None:
+    """The workers are processes that answer at once: that they take 0, 1, 2, ... seconds."""
+    start = f"import json, peers, pathlib, sys, tempfile; command = [sys.executable, '-c', {ANSWERS!r}]; "
+    start += "log = pathlib.Path(tempfile.mkdtemp()) / 'log'\n"
+    measured = printed(
+        start + "with peers.start(command, log) as worker: print(json.dumps(peers.measure({'us': worker}, 3, 2)['us']))"
+    )
+    assert measured.pop("peak_mib") > 1
+    assert measured == {"turns": [2, 3, 4], "cpu_seconds": 6, "loss": 0.5}
+
+    ours = {"turns": [1.0, 2.0, 4.0], "peak_mib": 100, "loss": 0.5}
+    theirs = {"turns": [2.0, 2.0, 16.0], "peak_mib": 50, "loss": 0.6}
+    found = {"comingle": ours, "peft": theirs, "opacus": {"turns": [1.0, 1.0, 1.0], "peak_mib": 300}}
+    script = f"import json, peers; found = {found}; names = ['peft', 'opacus']; "
+    line, other = printed(script + "print(json.dumps([peers.compared('small', 'float32', n, found) for n in names]))")
+    assert line == {
+        "row": "small",
+        "dtype": "float32",
+        "name": "peft",
+        "comingle": {"seconds": 2.0, "peak_mib": 100, "loss": 0.5},
+        "peer": {"seconds": 2.0, "peak_mib": 50, "loss": 0.6},
+        "times": 2.0,  # the turns' 2, 1 and 4
+        "memory_times": 0.5,
+        "behind": ["memory"],
+    }
+    assert (other["times"], other["memory_times"], other["behind"]) == (0.5, 3.0, ["seconds"])
