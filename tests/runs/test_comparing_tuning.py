@@ -216,10 +216,11 @@ def test_only_methods_that_train_have_candidates() -> None:
         compare(["fedprox", "fedprox:proximal=1"], tune={"method.proximal": [0.1, 2.0]})
 
 
-def test_combinations_variants_and_edges(caplog: pytest.LogCaptureFixture) -> None:
+def test_combinations_variants_and_edges(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     methods = ["local", "fedprox:proximal=0.1", "fedprox:proximal=2"]
+    tune = {RATE: [1e-4, 1e-1], "training.experts.momentum": [0.0, 0.5]}
     with caplog.at_level(logging.WARNING):
-        found = compare(methods, seeds=[0, 1], tune={RATE: [1e-4, 1e-1], "training.experts.momentum": [0.0, 0.5]})
+        found = compare(methods, seeds=[0, 1], tune=tune, out=tmp_path / "out")
     assert list(found.tuning["methods"]) == methods
     assert {len(method["candidates"]) for method in found.tuning["methods"].values()} == {4}
     assert [*found.metrics] == [(method, seed) for seed in (0, 1) for method in methods]
@@ -228,6 +229,10 @@ def test_combinations_variants_and_edges(caplog: pytest.LogCaptureFixture) -> No
     assert "Picked by mean validation loss" in found.to_latex()
     assert "learning\\_rate=0.1" in found.to_latex()
     assert not any("mean_valid_loss" in metrics for metrics in found.metrics.values())
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert compare(methods, seeds=[0, 1], tune=tune, out=tmp_path / "out", resume=True).tuning == found.tuning
+    assert "edge" not in caplog.text  # it has been said
 
 
 def test_a_candidate_that_diverges_is_not_picked(tmp_path: Path) -> None:

@@ -604,7 +604,8 @@ def test_documents_and_files_of_others_are_not_seen_or_deleted(client: Any, tmp_
             method = "get" if path == url else "delete"
             assert http.request(method, path, headers=headers).status_code == status
     assert http.get("/v1/files", headers=of_ben).json()["data"] == []
-    assert http.post("/v1/fine_tuning/jobs", json={"model": "ada", "training_file": file_id}, headers=of_ada)
+    job = {"model": "ada", "training_file": file_id}
+    assert http.post("/v1/fine_tuning/jobs", json=job, headers=of_ada).status_code == 200
     assert http.delete(f"/v1/files/{file_id}", headers=of_ben).status_code == 404
     assert len(http.get(url, headers=of_ada).json()["data"]) == 2
 
