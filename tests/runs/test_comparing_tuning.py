@@ -235,15 +235,27 @@ def test_combinations_variants_and_edges(caplog: pytest.LogCaptureFixture, tmp_p
     assert "edge" not in caplog.text  # it has been said
 
 
-def test_a_candidate_that_diverges_is_not_picked(tmp_path: Path) -> None:
+def test_a_candidate_that_diverges_is_not_picked(tmp_path: Path, trained: list[str]) -> None:
     sgd = {"training.experts.name": "sgd", "training.rounds": 20}
     found = compare(["local"], seeds=[0], tune={RATE: [1e-3, 1e30]}, out=tmp_path / "out", **sgd)
     failed = [one for one in found.tuning["methods"]["local"]["candidates"] if one["mean_valid_loss"] is None]
     assert failed
     assert all(one["values"][RATE] == 1e30 for one in failed)
     assert json.loads((tmp_path / "out/table.json").read_text())["tuning"] == found.tuning
-    with pytest.raises(RunError, match="no candidate of --tune has a finite loss"):
-        compare(["local"], seeds=[0], tune={RATE: [1e30, 1e31]}, **sgd)
+    trained.clear()
+    with pytest.raises(RunError, match=r"no candidate of --tune has a finite loss; learning_rate=1e\+30: failed: user"):
+        compare(["local"], seeds=[0, 1], tune={RATE: [1e30, 1e31]}, **sgd)
+    assert trained == ["local 1e+30 0", "local 1e+31 0"]  # no second seed without values
+
+
+def test_no_candidate_has_a_finite_validation_loss() -> None:
+    """No run fails, as only validation data is so far away."""
+    far = torch.utils.data.TensorDataset(torch.randn(4, 3), torch.full((4, 1), 1e30))
+    users = {name: {"train": samples, "valid": far, "test": samples} for name, samples in USERS.items()}
+    with pytest.raises(RunError, match=r"no candidate of --tune has a finite loss; .*: validation loss not finite"):
+        comingle.compare(
+            NET, ["local"], users=users, base=lambda: torch.nn.Linear(3, 1), seeds=[0], tune={RATE: [1e-3, 1e-2]}
+        )
 
 
 def test_values_may_be_lists() -> None:
