@@ -163,3 +163,30 @@ def test_a_single_target_beside_no_inputs_is_refused() -> None:
     with pytest.raises(DataError) as error:
         as_samples(torch.zeros(0, 3), torch.tensor(1.0), "ada")
     assert str(error.value).startswith("ada: ")
+
+
+def test_rows_of_one_tensor_are_joined_without_a_copy() -> None:
+    inputs, targets = torch.randn(3, 4, 2), torch.arange(12).view(3, 4)
+    parts = [Samples(inputs=x, targets=y) for x, y in zip(inputs, targets, strict=True)]
+    joined = bank_of(parts)
+    assert joined.inputs.data_ptr() == inputs.data_ptr()
+    assert joined.targets.data_ptr() == targets.data_ptr()
+    assert torch.equal(joined.inputs, inputs.flatten(0, 1))
+    assert torch.equal(joined.targets, targets.flatten())
+    for apart in ([parts[0], parts[2]], [parts[1], parts[0]]):
+        bank = bank_of(apart)
+        assert bank.inputs.data_ptr() != apart[0].inputs.data_ptr()
+        assert torch.equal(bank.inputs, torch.cat([part.inputs for part in apart]))
+
+
+def test_samples_become_views_of_a_bank_of_their_dtype() -> None:
+    users = [user("ann", 100, train=3), user("bob", 200, train=5)]
+    parts, before = [user.train for user in users], [user.train.inputs.clone() for user in users]
+    assert bank_of(parts, dtype=torch.float64, moves=True).inputs.dtype == torch.float64
+    assert [part.inputs.dtype for part in parts] == [torch.float32] * 2
+    bank = bank_of(parts, moves=True)
+    assert all(torch.equal(part.inputs, values) for part, values in zip(parts, before, strict=True))
+    assert [part.inputs.data_ptr() for part in parts] == [bank.inputs.data_ptr(), bank.inputs[3:].data_ptr()]
+    assert parts[1].targets.data_ptr() == bank.targets[3:].data_ptr()
+    kept = [user("cem").train, user("dan").train]
+    assert bank_of(kept).inputs.data_ptr() != kept[0].inputs.data_ptr()

@@ -52,6 +52,32 @@ def test_an_upload_carries_each_users_own_loss(federate: Any, monkeypatch: pytes
     assert arrived[0].reports[LOSS].tolist() == [0.75, 0.25]
 
 
+def shared_addresses(federation: InProcess) -> list[bool]:
+    """Whether each tensor of an upload of users 0 and 1 lies in the memory of the users' tensors."""
+    federation.upload([0, 1], 1, dict.fromkeys([0, 1], 1.0))
+    assert federation._upload_of_round is not None
+    storage = federation.clients.state.rows.untyped_storage().data_ptr()
+    return [t.untyped_storage().data_ptr() == storage for t in federation._upload_of_round.tensors.values()]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "shared"),
+    [
+        ("fedavg", {}, True),
+        ("fedprox", {}, True),
+        ("flora-stacking", {}, False),  # its server keeps the uploads
+        ("fedavg", {"aggregation.rule": "median"}, False),
+        ("fedavg", {"privacy.clip_norm": 1.0, "privacy.noise_multiplier": 1.0}, False),
+    ],
+)
+def test_only_a_server_that_adds_up_uploads_reads_the_users_own_tensors(
+    federate: Any, method: str, changes: dict[str, Any], shared: bool
+) -> None:
+    addresses = shared_addresses(federate(method, changes=changes))
+    assert any(addresses) == shared
+    assert all(addresses) == shared
+
+
 def test_validation_losses_are_counted_and_the_best_round_alone_is_remembered(federate: Any) -> None:
     federation = federate("fedavg", changes=BEST)
     for done, (loss, best) in enumerate([(2.0, 1), (2.5, 1), (1.5, 3)], start=1):

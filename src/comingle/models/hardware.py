@@ -303,6 +303,17 @@ def return_buffers() -> bool:
     )
 
 
+def trim_buffers() -> None:
+    """Make glibc return the memory that is free now to the system, also between blocks in use.
+
+    With :func:`keep_buffers` it would stay with the process, for example after users' data was read and converted.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError, AttributeError):  # musl has no malloc_trim
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def _set_malloc_options(options: Mapping[int, int]) -> bool:
     """Set options of glibc's memory allocator; return whether it accepted all of them.
 

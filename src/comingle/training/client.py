@@ -691,6 +691,7 @@ class Clients(Users):
         *,
         counts: bool = False,
         version: int | None = None,
+        copies: bool = True,
     ) -> Upload:
         """Return the upload of some users after their local steps, joined in one message.
 
@@ -704,26 +705,29 @@ class Clients(Users):
             counts: Whether the upload is made only to count its bytes and is never sent; rounding errors are not kept.
             version: Version that the users have downloaded, on which the roles in an upload may depend; None for their
                 own.
+            copies: Whether to copy the shared tensors. Without a copy they change with the users' state, so the upload
+                must be aggregated before that; single numbers are copied, as their distance in memory may change the
+                last bit of a sum.
 
         Returns:
-            Copies of the shared tensors ``(users, *shape)``, the method's reports, and ``losses`` if privacy permits.
+            The shared tensors ``(users, *shape)``, the method's reports, and ``losses`` if privacy permits.
         """
         state = self.state.without_moments()
         cohort = self.cohort(list(users), round_number, state=state)
         # The users' own versions are equal if they have trained.
         downloaded_version = min(cohort.state.versions.tolist()) if version is None else version
         tensors = restrict(cohort.tensors, self.model.layout, self.method.uploaded(downloaded_version))
-        copies = {name: t.clone() for name, t in tensors.items()}
+        uploaded = {name: t.clone() if copies or t[0].numel() == 1 else t for name, t in tensors.items()}
         reports = losses if self.plan.privacy is None else {}  # losses reveal data
         if change_updates(self.mechanisms):
             # Mechanisms clip and noise the tensors, and decide what is reported.
             num_samples = [len(self.trainers[owner].train) for owner in cohort.owners]
-            copies, reports = protect_uploads(self.mechanisms, copies, cohort, num_samples, round_number)
+            uploaded, reports = protect_uploads(self.mechanisms, uploaded, cohort, num_samples, round_number)
         number_format = self.plan.training.uploads
         keeps_rounding_errors = number_format == "int8" and not counts
         all_positions = list(range(len(cohort.rows)))  # of users in the cohort
         # ``cohort.kept`` has the rounding errors of the previous upload; those of this one replace them.
-        sent = compress_with_feedback(copies, number_format, cohort.kept, all_positions, store_residuals=not counts)
+        sent = compress_with_feedback(uploaded, number_format, cohort.kept, all_positions, store_residuals=not counts)
         if keeps_rounding_errors:
             state.put(cohort.rows, cohort.state)  # with the new rounding errors, without changes of moments
         reports_of_method = {name: t.clone() for name, t in self._reports(cohort, users).items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -263,23 +265,40 @@ def initial_state(
     num_users, device = len(names), mask.device
     if common_values is None:
         common_values = draw(layout, seed, "server")
-    rows = common_values.repeat(num_users, 1)
-    for row, name in zip(rows, names, strict=True):
-        # No variable keeps the drawn values alive while `rows` is copied below.
-        row.copy_(torch.where(local, draw(layout, seed, name, only=local), row))
-    rows = rows.to(device, dtype) * mask
+    rows = torch.empty(num_users, layout.columns, dtype=dtype, device=device).copy_(common_values)
+    if bool(local.any()):
+        for row, name in zip(rows, names, strict=True):
+            own_values = torch.where(local, draw(layout, seed, name, only=local), common_values)
+            row.copy_(own_values)
+    if not bool(mask.all()):
+        rows *= mask
     no_columns = rows[:, :0]
     zeros = torch.zeros(num_users, dtype=torch.int64, device=device)
     return State(
         rows=rows,
-        first=torch.zeros_like(rows if "first" in moments else no_columns),
-        second=torch.zeros_like(rows if "second" in moments else no_columns),
+        first=_untouched_zeros(rows if "first" in moments else no_columns),
+        second=_untouched_zeros(rows if "second" in moments else no_columns),
         iterations=zeros,
         router_steps=zeros.clone(),
         ranks=ranks.to(device),
         versions=zeros.clone(),
         kept={GRADIENTS: torch.zeros_like(rows)} if accumulates else {},
     )
+
+
+_MAPPED_BYTES = 1 << 20
+"""Size from which zeros are a mapping of their own."""
+
+
+def _untouched_zeros(like: Tensor) -> Tensor:
+    """Return zeros like a tensor; on Linux large ones take memory only where they are written to.
+
+    For example, the moments of a router's optimizer stay zero if the method has no router.
+    """
+    if like.device.type != "cpu" or like.nbytes < _MAPPED_BYTES or not sys.platform.startswith("linux"):
+        return torch.zeros_like(like)
+    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
 def draw(

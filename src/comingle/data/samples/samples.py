@@ -164,16 +164,34 @@ def epoch(count: int, batch_size: int, generator: torch.Generator) -> Int64[Tens
 
 
 def join(parts: Sequence[Samples]) -> Samples:
-    """Return all samples of several sets as one set, in order."""
-    return Samples(
-        inputs=torch.cat([part.inputs for part in parts]), targets=torch.cat([part.targets for part in parts])
-    )
+    """Return all samples of several sets as one set, in order; without a copy if they lie so in memory."""
+    return Samples(inputs=_joined([part.inputs for part in parts]), targets=_joined([part.targets for part in parts]))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors one after another: a view if they are adjacent in memory, such as rows of one tensor."""
+    first = parts[0]
+    if any(type(part) is not Tensor for part in parts):  # such as fake tensors, which have no memory
+        return torch.cat(list(parts))
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for part in parts:
+        is_alike = part.dtype == first.dtype and part.shape[1:] == first.shape[1:] and part.is_contiguous()
+        is_adjacent = part.untyped_storage().data_ptr() == storage and part.data_ptr() == end
+        if not (is_alike and is_adjacent) or first.device.type != "cpu":
+            return torch.cat(list(parts))
+        end += part.nbytes
+    total = sum(map(len, parts))
+    return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), (total, *first.shape[1:]))
 
 
 def bank_of(
-    parts: Sequence[Samples], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    parts: Sequence[Samples],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    moves: bool = False,
 ) -> SampleBank:
-    """Concatenate the samples of all users to a bank, from which batches of many users are gathered at once.
+    """Join the samples of all users to a bank, from which batches of many users are gathered at once.
 
     :func:`check` checks that their shapes agree.
 
@@ -181,16 +199,36 @@ def bank_of(
         parts: Samples of each user.
         device: Device of inputs and targets.
         dtype: Dtype of inputs and real targets; None to keep theirs.
+        moves: Whether the samples become views of the bank if it has their device and dtype, so that memory holds them
+            once.
     """
     joined = join(parts)
     counts = torch.tensor([len(part) for part in parts])
     target_dtype = dtype if joined.targets.is_floating_point() else None  # class numbers keep their dtype
-    return SampleBank(
+    bank = SampleBank(
         inputs=joined.inputs.to(device, dtype),
         targets=joined.targets.to(device, target_dtype),
         starts=counts.cumsum(0) - counts,
         counts=counts,
     )
+    if moves:
+        _move(parts, "inputs", bank.inputs)
+        _move(parts, "targets", bank.targets)
+    return bank
+
+
+def _move(parts: Sequence[Samples], name: str, joined: Tensor) -> None:
+    """Make the inputs or targets of several sets views of the tensor that has them one after another.
+
+    Args:
+        parts: The sets, which keep their values.
+        name: "inputs" or "targets".
+        joined: The tensor.
+    """
+    for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+        values: Tensor = getattr(part, name)
+        if type(values) is Tensor and values.dtype == joined.dtype and values.device == joined.device:
+            object.__setattr__(part, name, view)  # the values of a frozen dataclass stay the same
 
 
 def check(users: Sequence[UserSamples], *, classes: int | None = None) -> None:

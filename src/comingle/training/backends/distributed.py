@@ -596,7 +596,7 @@ class Sharded(InProcess):
         if not users:
             return no_uploads(round_number)
         reports = {LOSS: torch.tensor([losses[user] for user in users])}
-        return self.clients.upload(users, round_number, reports)
+        return self.clients.upload(users, round_number, reports, copies=self._copies_uploads)
 
     def aggregate(self) -> str:
         """Aggregate the uploads of the round.

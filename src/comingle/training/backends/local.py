@@ -517,6 +517,12 @@ class InProcess(Backend[Sequence[AnyScore]]):
             message = _repack_downloads(message.split())
         self.clients.receive(message)
 
+    @property
+    def _copies_uploads(self) -> bool:
+        """False if the tensors of an upload stay those of the users until the server has added them up."""
+        may_change = bool(self.clients.method.client.settling)  # by an evaluation before the server aggregates
+        return may_change or not self.server.needs_only_sums
+
     def upload(self, users: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
         """Make the upload of users for :meth:`aggregate`: their shared tensors and training losses.
 
@@ -529,7 +535,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             self._upload_of_round = no_uploads(round_number)
             return
         reports = {LOSS: torch.tensor([losses[user] for user in users])}
-        message = self.clients.upload(users, round_number, reports)
+        message = self.clients.upload(users, round_number, reports, copies=self._copies_uploads)
         has_secure_sum = self.server.sums is not None
         if has_secure_sum:  # its messages have other sizes than the upload
             self._count_sum_bytes(message.users, round_number)
