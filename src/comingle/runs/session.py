@@ -29,7 +29,6 @@ from comingle.models.hardware import (
     resolve_device,
     return_buffers,
     torch_defaults,
-    trim_buffers,
 )
 from comingle.models.loading import GIVEN, adapter_folder
 from comingle.models.lora import read_peft
@@ -595,7 +594,6 @@ def build(recipe: Recipe, run_data: RunData, *, method: Method | None = None, st
     plan = with_start(plan.updated("runtime", store=store or recipe.runtime.store), recipe, run_data.users.names)
     federation = federate(run_data.kind.clients(recipe, run_data, plan))
     federation.server.check_rounds(plan)
-    trim_buffers()  # that reading and converting the data has freed
     return federation
 
 

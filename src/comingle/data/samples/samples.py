@@ -181,7 +181,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
             return torch.cat(list(parts))
         end += part.nbytes
     total = sum(map(len, parts))
-    return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), (total, *first.shape[1:]))
+    shape = (total, *first.shape[1:])
+    return first.as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
 def bank_of(
