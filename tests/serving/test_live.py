@@ -544,6 +544,10 @@ def test_files_of_the_openai_client_are_listed_and_deleted(client: Any) -> None:
 
         used, unused = upload("one"), upload("two")
         assert {file.id for file in library.files.list()} == {used.id, unused.id}
+        wrong = library.files.create(file=("rows.jsonl", io.BytesIO(b'{"other": "x"}')), purpose="fine-tune")
+        with pytest.raises(openai.BadRequestError, match="line 1"):
+            library.fine_tuning.jobs.create(model="ben", training_file=wrong.id)
+        assert library.files.delete(wrong.id).deleted  # it is still there
         library.fine_tuning.jobs.create(model="ben", training_file=used.id)
         (listed,) = library.files.list()
         assert listed == unused
@@ -604,6 +608,8 @@ def test_documents_and_files_of_others_are_not_seen_or_deleted(client: Any, tmp_
             method = "get" if path == url else "delete"
             assert http.request(method, path, headers=headers).status_code == status
     assert http.get("/v1/files", headers=of_ben).json()["data"] == []
+    stolen = {"model": "ben", "training_file": file_id}
+    assert http.post("/v1/fine_tuning/jobs", json=stolen, headers=of_ben).status_code == 404
     job = {"model": "ada", "training_file": file_id}
     assert http.post("/v1/fine_tuning/jobs", json=job, headers=of_ada).status_code == 200
     assert http.delete(f"/v1/files/{file_id}", headers=of_ben).status_code == 404
