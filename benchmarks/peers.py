@@ -129,15 +129,19 @@ class Worker:
 
 
 def tree_bytes(pid: int) -> int:
-    """Return the peak memory (VmHWM) of a process, plus that of its children without pages that processes may share."""
+    """Return the peak memory (VmHWM) of a process, plus what its children have now that they share with no process.
+
+    A child that was forked a moment ago, such as to start a compiler, still shares all memory with its parent.
+    """
     total = 0
     for number, member in enumerate(_descendants(pid)):
+        name, key = ("smaps_rollup", "Private_Dirty") if number else ("status", "VmHWM")
         with suppress(OSError, ValueError, KeyError):
-            lines = Path(f"/proc/{member}/status").read_text().splitlines()
+            lines = Path(f"/proc/{member}/{name}").read_text().splitlines()
             sizes = {
                 key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines) if "kB" in rest
             }
-            total += sizes["VmHWM"] - (sizes["RssFile"] + sizes["RssShmem"] if number else 0)
+            total += sizes[key]
     return 1024 * total
 
 

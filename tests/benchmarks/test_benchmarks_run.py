@@ -83,6 +83,33 @@ def test_peers_take_turns_beside_comingle(row: str) -> None:
         assert line["peer"].get("difference", 0) < 1e-5
 
 
+FORKED = """
+import os, sys, time
+memory = os.urandom(1 << 20) * 100
+reads, writes = os.pipe()
+child = os.fork()
+if not child:
+    own = os.urandom(1 << 20) * 30
+    os.write(writes, b"1")
+    sys.stdin.readline()
+    os._exit(0)
+os.read(reads, 1)
+print("ready", flush=True)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+def test_memory_that_a_forked_child_shares_counts_once() -> None:
+    start = f"import json, peers, subprocess, sys; command = [sys.executable, '-c', {FORKED!r}]; "
+    start += (
+        "pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}; made = subprocess.Popen(command, **pipes); "
+    )
+    start += "made.stdout.readline(); found = peers.tree_bytes(made.pid) >> 20; made.communicate(b''); "
+    found = printed(start + "print(json.dumps({'mib': found}))")["mib"]
+    assert 130 <= found < 160  # 100 of the parent, 30 of the child, and Python
+
+
 ANSWERS = """
 import json, sys
 print(json.dumps({}), flush=True)
