@@ -474,15 +474,15 @@ def test_a_key_opens_one_user_and_the_operator_adds_another_while_it_runs(client
     keys.write_text(yaml.safe_dump({"ada": "sk-" + "a" * 20, "ben": "sk-" + "b" * 20}))
     keys.chmod(0o600)
     http = client(keys)
-    of_ada, of_cem = ({"authorization": f"Bearer sk-{letter * 20}"} for letter in "ac")
+    of_ada, of_ben, of_cem = ({"authorization": f"Bearer sk-{letter * 20}"} for letter in "abc")
     assert http.post("/v1/users/ada/documents", json={"text": "one"}, headers=of_ada).status_code == 200
+    assert http.post("/v1/users/ben/documents", json={"text": "one"}, headers=of_ben).status_code == 200
     assert http.post("/v1/users/ben/documents", json={"text": "one"}, headers=of_ada).status_code == 404
     assert http.post("/v1/users/ada/documents", json={"text": "one"}).status_code == 401
     assert set(http.get("/v1/live", headers=of_ada).json()["waiting_tokens"]) == {"ada"}
     assert http.post("/v1/users/cem/documents", json={"text": "one"}, headers=of_cem).status_code == 401
     keys.write_text(yaml.safe_dump({"ada": "sk-" + "a" * 20, "cem": "sk-" + "c" * 20}))
     assert http.post("/v1/users/cem/documents", json={"text": "one"}, headers=of_cem).status_code == 200
-    of_ben = {"authorization": f"Bearer sk-{'b' * 20}"}
     assert http.post("/v1/users/ben/documents", json={"text": "one"}, headers=of_ben).status_code == 401
     keys.write_text("ada: [not a key]")
     assert http.post("/v1/users/cem/documents", json={"text": "two"}, headers=of_cem).status_code == 200
