@@ -27,9 +27,11 @@ def people(federate: Any) -> UserModels:
     """Ann, Bob and Cem of a federation, by name."""
 
     @cache
-    def make(name: str = "comigs-1g1s", base: str = "random:llama", dtype: str = "float32") -> dict[str, Any]:
+    def make(
+        name: str = "comigs-1g1s", base: str = "random:llama", dtype: str = "float32", top_k: int = 2
+    ) -> dict[str, Any]:
         method = SETTINGS.get(name, name)
-        sim = federate(method, base=base, dtype=dtype)
+        sim = federate(method, base=base, dtype=dtype, changes={"adapters.top_k": top_k})
         rows, draw = sim.clients.state.rows, torch.Generator().manual_seed(1)
         noise = torch.randn(rows.shape, generator=draw, dtype=torch.float64)
         rows.add_(0.3 * noise.to(rows))

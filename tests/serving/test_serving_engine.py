@@ -204,11 +204,19 @@ def test_prompts_are_read_in_small_parts_by_native_passes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("method", "base"), NATIVE)
+@pytest.mark.parametrize(
+    ("method", "base", "top_k"), [*((method, base, 2) for method, base in NATIVE), ("comigs-1g1s", "random:llama", 1)]
+)
 def test_a_native_step_has_the_logits_of_pytorch(
-    people: Any, method: str, base: str, dtype: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    people: Any,
+    method: str,
+    base: str,
+    top_k: int,
+    dtype: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mine = people(method, base=base, dtype=dtype)
+    mine = people(method, base=base, dtype=dtype, top_k=top_k)
     request.getfixturevalue("native")  # training decides for itself whether native code is in use
     asked, errors = Asked(engine := Engine(mine, rows=5)), list[float]()
     native_decode = decoding.NativeNetwork.decode
@@ -227,7 +235,7 @@ def test_a_native_step_has_the_logits_of_pytorch(
     asked.finish()
     assert len(errors) >= 12
     if dtype == "float32":
-        assert max(errors) < 1e-5
+        assert max(errors) < (1e-4 if top_k == 1 else 1e-5)
     else:  # PyTorch rounds each activation, native code only weights and what is cached
         assert statistics.median(errors) < 5e-2
 
