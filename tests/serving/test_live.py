@@ -305,11 +305,16 @@ def test_any_error_of_a_run_is_shown_and_the_run_is_tried_again(
     assert "error" not in trainer.state
 
 
-def test_an_unexpected_error_of_a_plan_keeps_its_documents_waiting(start: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", ["_sources", "_check"])
+def test_an_unexpected_error_of_a_plan_keeps_its_documents_waiting(step: str, start: Open) -> None:
     trainer = start()
     trainer.store.add("ada", NEW_TEXT)
-    trainer.recipe = None  # type: ignore[assignment]
-    with pytest.raises(AttributeError):
+
+    def fail(argument: object) -> None:
+        raise MemoryError
+
+    setattr(trainer, step, fail)
+    with pytest.raises(MemoryError):
         trainer._plan(2)
     assert trainer.store.pending["ada"] >= 300
     assert [document["text"] for document, run in trainer.store.documents("ada") if not run] == NEW_TEXT

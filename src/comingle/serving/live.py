@@ -448,8 +448,9 @@ class LiveTrainer:
         ready = [user for user in ready if user not in refused]
         if not ready or len(ready) < min(self.when.users, len(self.models) - len(refused)):
             return False
+        earlier_sources = self._sources(number - 1)
         files = self.store.collect(ready, number)
-        sources = {**self._sources(number - 1), **{user: {"path": str(path)} for user, path in files.items()}}
+        sources = {**earlier_sources, **{user: {"path": str(path)} for user, path in files.items()}}
         try:
             recipe = self._recipe_of(number, sources, ready)
             try:
