@@ -153,16 +153,16 @@ def test_a_live_run_serves_the_guarded_models(start: Open, tmp_path: Path) -> No
             assert torch.equal(tensor, trainer.models[name].tensors[key])
 
 
-def test_it_waits_for_enough_text_of_enough_users(start: Open, tmp_path: Path) -> None:
+def test_it_waits_for_enough_text_of_enough_users(start: Open) -> None:
     trainer = start(users=2, new_tokens=400)
     trainer.start()
     wait_for(lambda: trainer.is_served(1))
+    trainer.stop()  # so that nothing else plans
     trainer.store.add("ada", NEW_TEXT)
     trainer.store.add("ben", ["short"])
-    time.sleep(1.5)
-    assert trainer._last_planned() == 1
+    assert not trainer._plan(2)
     trainer.store.add("ben", NEW_TEXT)
-    wait_for(lambda: trainer.is_served(2))
+    assert trainer._plan(2)
 
 
 def test_too_little_text_for_a_split_waits_for_more(start: Open, tmp_path: Path) -> None:
