@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from comingle.config.settings import AdaptersSection, OptimizerSection, PrivacySection, RuntimeSection, TrainingSection
 from comingle.data.demo import read_library
+from comingle.data.samples.samples import UserSamples, join
 from comingle.data.text.streams import UserData
 from comingle.methods import make
 from comingle.models.adapted import adapt
@@ -31,7 +32,6 @@ from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size, train
-from comingle.training.kinds.nets import SampleBatchSource
 from comingle.training.kinds.text import TextBatchSource
 from comingle.training.settings import RunPlan
 from comingle.training.steps import PrivateSteps
@@ -266,8 +266,8 @@ def net_row(row: str, shape: Mapping[str, Any], args: argparse.Namespace) -> Sid
     if row == "nets":
         federation = make_federation("mnist", shape["users"], "fedavg", None, args.dtype, data=args.data)
         net = initial_net(federation.clients, "mnist", "fedavg").requires_grad_()
-        bank = cast(SampleBatchSource, federation.clients.batch_source).banks["train"]  # equally many of each user
-        inputs, targets = (t.unflatten(0, (shape["users"], -1)) for t in (bank.inputs.float(), bank.targets))
+        samples = join([user.train for user in cast(list[UserSamples], federation.clients.users)])
+        inputs, targets = (t.unflatten(0, (shape["users"], -1)) for t in samples.contents)  # equally many of each
         work |= {"rate": RATE, "batch": 32}
     else:
         make_net = small_net if row == "blazefl" else large_net
