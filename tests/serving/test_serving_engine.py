@@ -377,7 +377,9 @@ def test_every_family_reads_in_parts_and_caches_prefixes(people: Any, family: st
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_logits_after_parts_and_a_cached_prefix_are_those_of_one_pass(people: Any, cached: bool) -> None:
+def test_logits_after_parts_and_a_cached_prefix_are_those_of_one_pass(
+    people: Any, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = people()
     engine = Engine(mine, rows=2, prompt_tokens=5)
     asked = Asked(engine)
@@ -386,12 +388,16 @@ def test_logits_after_parts_and_a_cached_prefix_are_those_of_one_pass(people: An
         asked.ask("ann", LONG, max_new_tokens=1)
         while len(engine.active) + len(engine.waiting) > 1 or engine.reading is not None:
             engine.step()
+    read, sizes = engine._read, list[int]()
+    monkeypatch.setattr(engine, "_read", lambda ids, *rest: sizes.append(ids.numel()) or read(ids, *rest))
     number = asked.ask("ann", LONG, max_new_tokens=1, logprobs=5)
     while not asked.pieces[number]:
         engine.step()
     assert not any(piece.finish for piece in asked.pieces[other])  # so the prompt was read in parts
     (piece,) = asked.pieces[number]
     assert (piece.cached_tokens > 0) == cached
+    if cached:  # nothing else was read meanwhile
+        assert sum(sizes) == len(asked.requests[number].prompt) - piece.cached_tokens
     ids = torch.tensor([asked.requests[number].prompt])
     expected = mine["ann"].logits(ids)[0, -1].log_softmax(-1).topk(5)
     assert piece.sampled is not None
