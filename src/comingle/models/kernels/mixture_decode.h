@@ -14,6 +14,9 @@
 #pragma once
 
 #include <omp.h>
+#ifdef __linux__
+#include <sched.h>
+#endif
 
 #include <atomic>
 #include <cmath>
@@ -99,6 +102,33 @@ class Team {
         asm volatile("yield");
 #endif
     }
+};
+
+// Keeps a thread of a team on a CPU of its own until it is destroyed, if the team has as many threads as the process has
+// CPUs. Otherwise Linux leaves two of them on one CPU for tens of milliseconds where threads of a lower priority, which
+// train, occupy the other CPU.
+class OwnCpu {
+#ifdef __linux__
+    cpu_set_t allowed;
+    bool is_set = false;
+
+   public:
+    OwnCpu(int64_t thread, int64_t threads) {
+        if (threads == 1 || sched_getaffinity(0, sizeof allowed, &allowed) || CPU_COUNT(&allowed) != threads) return;
+        int cpu = -1;
+        for (int64_t passed = -1; passed < thread; passed += CPU_ISSET(cpu, &allowed) ? 1 : 0) ++cpu;
+        cpu_set_t own;
+        CPU_ZERO(&own);
+        CPU_SET(cpu, &own);
+        is_set = sched_setaffinity(0, sizeof own, &own) == 0;
+    }
+    ~OwnCpu() {
+        if (is_set) sched_setaffinity(0, sizeof allowed, &allowed);
+    }
+#else
+   public:
+    OwnCpu(int64_t, int64_t) {}
+#endif
 };
 
 template <class S>
@@ -424,6 +454,7 @@ struct DecodeStep {
     void run() const {
 #pragma omp parallel num_threads(m.threads)
         {
+            const OwnCpu cpu(omp_get_thread_num(), omp_get_num_threads());
             team.meet();
             Buffer<float> normed(m.rows * m.width), base(2 * m.rows * CHUNK), scores(HEADS * most_scores()), p(m.rows * m.experts);
             const int64_t widest = std::max({m.width, m.heads * m.head, m.hidden});
