@@ -309,6 +309,7 @@ class MiddleMean(Mean):
     kind = "stack"
     clipped_mean = False
     knows_starts = False
+    keeps_adapters = False
     one_rank = True
 
     def aggregate(self, kept: Tree, received: Received) -> None:
