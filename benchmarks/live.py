@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--answers", type=int, default=30, help="Answers while nothing is trained.")
-    parser.add_argument("--pause", type=float, default=0.0, help="Seconds between an answer and the next request.")
+    parser.add_argument("--pause", type=float, default=0.5, help="Seconds between an answer and the next request.")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -62,6 +62,7 @@ NETS = {
         "models_first": False,
         "inner_product_keys": "all",
         "proximal": 0.01,
+        "weight_step": 0.01,  # the default diverges without softmax, as its documentation says
     },
     "fedmerge-fixed": {"name": "fedmerge-fixed", "models": 3, "chosen": 2},
     "momentum-clustering": {"name": "momentum-clustering", "clusters": 2, "quantile": 0.5},

@@ -701,6 +701,8 @@ def test_killed_at_random_moments_it_loses_nothing(tmp_path: Path) -> None:
                 acknowledged |= set(added.json()["ids"])
                 completion = {"model": "ada", "prompt": "ada", "max_tokens": 2}
                 assert httpx.post(f"{url}/v1/completions", json=completion, timeout=30).status_code == 200
+            if kill == 19:
+                wait_for(lambda: len(list((tmp_path / "live" / "runs").glob("*/metrics.json"))) >= 2)
         finally:
             process.send_signal(signal.SIGKILL if kill < 19 else signal.SIGTERM)
             process.wait(60)
