@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -163,6 +165,23 @@ def test_a_native_step_has_the_same_logits_with_any_number_of_threads(
     asked.finish()
     assert len(compared) > 3
     assert all(compared)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="CPUs are chosen on Linux only")
+def test_threads_of_native_passes_may_use_all_cpus_again_afterwards(
+    people: Any, request: pytest.FixtureRequest
+) -> None:
+    cpus, before = os.sched_getaffinity(0), torch.get_num_threads()
+    asked = Asked(Engine(people("comigs-1g1s", base="random:llama"), rows=2))
+    request.getfixturevalue("native")
+    asked.ask("ann", TEXTS[0], max_new_tokens=3)
+    torch.set_num_threads(len(cpus))
+    try:
+        asked.finish()
+        of_threads = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+    finally:
+        torch.set_num_threads(before)
+    assert all(allowed == cpus for allowed in of_threads)
 
 
 @pytest.mark.parametrize("method", ["comigs-1g1s", "fedavg"])
