@@ -165,21 +165,22 @@ def test_mean_gates_that_are_uniform_are_said(scores: dict[str, list[list[float]
 
 @pytest.mark.slow
 def test_token_routers_that_stay_uniform_say_so(tmp_path: Path, write_recipe: Any) -> None:
-    def warnings_of(learning_rate: float) -> list[str]:
+    def warnings_of(learning_rate: float, every: int = 1) -> list[str]:
         changes = {
-            "method": {"name": "comigs-1g1s", "router_every": 1, "router_steps": 4},
+            "method": {"name": "comigs-1g1s", "router_every": every, "router_steps": 4},
             "training.router.learning_rate": learning_rate,
             "training.balance_weight": 0.0,
             "training.rounds": 4,
         }
-        recipe = load_recipe(write_recipe(tmp_path / str(learning_rate))).with_changes(changes)
-        return comingle.run(recipe, out=tmp_path / f"run-{learning_rate}").metrics.get("warnings", [])
+        recipe = load_recipe(write_recipe(tmp_path / f"{learning_rate}-{every}")).with_changes(changes)
+        return comingle.run(recipe, out=tmp_path / f"run-{learning_rate}-{every}").metrics.get("warnings", [])
 
+    assert not [line for line in warnings_of(1e-9, every=10_000) if "uniform" in line]  # untrained, as is said already
     (warning,) = [line for line in warnings_of(1e-9) if "uniform" in line]
     assert warning.startswith("routers have stayed uniform")
     assert not [line for line in warnings_of(1.0) if "uniform" in line]
     out = tmp_path / "report.html"
-    answer = CliRunner().invoke(app, ["report", str(tmp_path / "run-1e-09"), "--out", str(out)])
+    answer = CliRunner().invoke(app, ["report", str(tmp_path / "run-1e-09-1"), "--out", str(out)])
     assert answer.exit_code == 0, answer.output
     assert "routers have stayed uniform" in out.read_text(encoding="utf-8")
 

@@ -501,8 +501,8 @@ def _final_metrics(session: ServerSession, folder: Path, metrics: JsonObject, ev
     metrics.update(_skipped_rows_entry(session))
     metrics.update(session.server.mechanisms.metrics)
     evaluations.add_valid_losses(metrics)
-    metrics.update(outcome_warnings(session.context.method, evaluations, metrics))
     metrics.update(untrained_entry(session.context.plan, session.local_steps))
+    metrics.update(outcome_warnings(session.context.method, evaluations, metrics))
     without_metrics = [name for name in session.public.users if name not in metrics["users"]]
     if without_metrics:
         metrics["untold"] = without_metrics

@@ -838,9 +838,9 @@ def _metrics_of_run(
         # The confidence interval of the mean, if only a sample of the users was evaluated.
         metrics.update(sample_entry(clients, metrics_of_users, metrics["measure"]))
     evaluations.add_valid_losses(metrics)
-    metrics.update(outcome_warnings(clients.method, evaluations, metrics, num_classes=num_classes))
     # Roles, such as the router, that were never trained because the run has too few local steps.
     metrics.update(untrained_entry(clients.plan, clients.steps.local_steps))
+    metrics.update(outcome_warnings(clients.method, evaluations, metrics, num_classes=num_classes))
     metrics.update(_settings_entry(recipe))
     return metrics
 

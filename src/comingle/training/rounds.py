@@ -89,7 +89,7 @@ def outcome_warnings(
     Args:
         method: Method of the run.
         evaluations: First and last evaluation events of the run.
-        metrics: Metrics of the finished run.
+        metrics: Metrics of the finished run, with the roles that stayed untrained.
         num_classes: Number of classes that nets tell apart by cross-entropy; None for other models.
 
     Returns:
@@ -97,7 +97,8 @@ def outcome_warnings(
     """
     warnings: list[str] = []
     warnings += _warn_if_worse(evaluations.first, metrics)
-    warnings += _warn_of_mixtures(method, evaluations)
+    if not metrics.get("untrained"):  # routers that no phase reached are uniform, as another warning says
+        warnings += _warn_of_mixtures(method, evaluations)
     if method.trains and num_classes is not None:
         warnings += _warn_of_chance(metrics, num_classes)
     return {"warnings": warnings} if warnings else {}
