@@ -168,7 +168,8 @@ class _Devices(TorchFunctionMode):
             return True
         if getattr(func, "__module__", "").startswith("torch.distributed"):  # gloo, into the same memory
             return func(*_real(args), **_real(kwargs))
-        if func is torch.quantile and isinstance(args[0], Pretended):  # its steps make tensors on the wrapper's device
+        making = (torch.quantile, torch.nn.functional.one_hot)  # their steps make tensors on the wrapper's device
+        if func in making and isinstance(args[0], Pretended):
             return Pretended(func(*_real(args), **_real(kwargs)))
         if func is Tensor.pin_memory:
             pinned = args[0].clone()

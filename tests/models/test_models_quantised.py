@@ -105,7 +105,7 @@ def test_native_code_unpacks_the_same_weights(bits: Any, dtype: torch.dtype, pro
         packed, scales = code.pack(weight)
         found = cpu.look_up(packed, scales, code.values, weight.numel(), code.block, dtype)
         assert found is not None
-        blocks = code.table[packed.int()].flatten()[: weight.numel()].split(code.block)
+        blocks = code.table(packed.device)[packed.int()].flatten()[: weight.numel()].split(code.block)
         expected = torch.cat([block * scale for block, scale in zip(blocks, scales, strict=True)]).to(dtype)
         assert torch.equal(found, expected)
 

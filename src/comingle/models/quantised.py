@@ -16,8 +16,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -73,13 +72,15 @@ class Code:
     values: Float[Tensor, " values"]
     block: int
     per_byte: int
+    _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
-    def table(self) -> Float[Tensor, "256 per_byte"]:
-        """The values of the weights in each possible byte."""
-        if self.per_byte == 1:
-            return self.values[:, None]
-        return torch.cartesian_prod(self.values, self.values)
+    def table(self, device: torch.device) -> Float[Tensor, "256 per_byte"]:
+        """Return the values of the weights in each possible byte, on a device; made once for each device."""
+        if device not in self._tables:
+            is_single = self.per_byte == 1
+            table = self.values[:, None] if is_single else torch.cartesian_prod(self.values, self.values)
+            self._tables[device] = table.to(device)
+        return self._tables[device]
 
     def num_bytes(self, weights: int) -> int:
         """Return the number of bytes of ``weights`` packed weights, without their scales."""
@@ -125,7 +126,7 @@ class Code:
         unpacked = cpu.look_up(packed, scales, self.values, num_weights, self.block, dtype)  # with native code
         if unpacked is not None:
             return unpacked.view(shape)
-        values_by_byte = self.table.to(packed.device)  # (256, per_byte), the values packed in each possible byte
+        values_by_byte = self.table(packed.device)
         values = values_by_byte.index_select(0, packed.int()).flatten()
         num_padding = len(scales) * self.block - len(values)  # of the last block
         blocks = nn.functional.pad(values, (0, num_padding)).view(-1, self.block)
