@@ -135,13 +135,13 @@ def tree_bytes(pid: int) -> int:
     """
     total = 0
     for number, member in enumerate(_descendants(pid)):
-        name, key = ("smaps_rollup", "Private_Dirty") if number else ("status", "VmHWM")
+        name, size = ("smaps_rollup", "Private_Dirty") if number else ("status", "VmHWM")
         with suppress(OSError, ValueError, KeyError):
             lines = Path(f"/proc/{member}/{name}").read_text().splitlines()
             sizes = {
                 key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines) if "kB" in rest
             }
-            total += sizes[key]
+            total += sizes[size]
     return 1024 * total
 
 

@@ -172,13 +172,13 @@ def choose_depths(
     num_users = len(merges) + 1
     num_clusters, labels = 1, []
     for of_layer in distances:
-        cuts = {number: cut(merges, number) for number in range(num_clusters, min(num_users, num_clusters + window))}
-        scores = {number: silhouette(of_layer.cpu(), users) for number, users in cuts.items() if number > 1}
-        if 1 in cuts:
-            scores[1] = threshold
-        if cuts:  # a user alone is one cluster
-            num_clusters = max(cuts, key=lambda number: scores[number])  # the fewest of equally good ones
-        labels.append(cut(merges, num_clusters))
+        most = max(num_clusters, min(num_users - 1, num_clusters + window - 1))  # a user alone is one cluster
+        cuts = {number: cut(merges, number) for number in range(num_clusters, most + 1)}
+        scores = {
+            number: threshold if number == 1 else silhouette(of_layer.cpu(), users) for number, users in cuts.items()
+        }
+        num_clusters = max(cuts, key=lambda number: scores[number])  # the fewest of equally good ones
+        labels.append(cuts[num_clusters])
     return torch.stack(labels, 1)
 
 

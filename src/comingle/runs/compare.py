@@ -1013,12 +1013,13 @@ def tune_recipes(
     ended: dict[Key, dict[str, Any] | ComingleError] = {}
     failed: list[str] = []
     for label, of_method in untried.items():
-        picked = _lowest_loss(of_method, outcomes)
-        if picked is None:
+        tried = [_tried(candidate, outcomes[candidate.key]) for candidate in of_method]
+        number = _lowest_loss(tried)
+        if number is None:
             ended[label, first_seed] = _all_failed(of_method, outcomes)
             failed.append(label)
             continue
-        tried = [_tried(candidate, outcomes[candidate.key]) for candidate in of_method]
+        picked = of_method[number]
         record["methods"][label] = TunedMethod(picked=picked.values, candidates=tried)
         metrics = outcomes[picked.key]
         assert isinstance(metrics, dict)
@@ -1097,22 +1098,14 @@ def _tried(candidate: Candidate, outcome: dict[str, Any] | ComingleError) -> Tri
     return {"values": candidate.values, "mean_valid_loss": outcome[_VALID_LOSS]}
 
 
-def _lowest_loss(
-    candidates: Sequence[Candidate], outcomes: Mapping[Key, dict[str, Any] | ComingleError]
-) -> Candidate | None:
-    """Return the candidate with the lowest validation loss, the first of equal ones; None if no loss is finite.
-
-    Args:
-        candidates: The candidates of a method.
-        outcomes: Metrics or error of each candidate.
-    """
-    losses = [_tried(candidate, outcomes[candidate.key])["mean_valid_loss"] for candidate in candidates]
-    finite = [(loss, number) for number, loss in enumerate(losses) if loss is not None]
-    return candidates[min(finite)[1]] if finite else None
+def _lowest_loss(tried: Sequence[TriedCandidate]) -> int | None:
+    """Return the number of the candidate with the lowest validation loss, the first of equal ones; None without any."""
+    losses = {number: loss for number, one in enumerate(tried) if (loss := one["mean_valid_loss"]) is not None}
+    return min(losses, key=lambda number: losses[number], default=None)
 
 
 def _all_failed(candidates: Sequence[Candidate], outcomes: Mapping[Key, dict[str, Any] | ComingleError]) -> RunError:
-    """Return the error of a method of which no candidate has a finite loss.
+    """Return the error of a method whose candidates have no finite loss.
 
     Args:
         candidates: The candidates of the method.
