@@ -150,12 +150,12 @@ def test_a_native_step_has_the_same_logits_with_any_number_of_threads(
     asked, compared = Asked(Engine(mine, rows=5)), list[bool]()
     native_decode = decoding.NativeNetwork.decode
 
-    def compare(step: Any, ids: Any, positions: Any, cache: Any) -> torch.Tensor:
-        logits = native_decode(step, ids, positions, cache)
+    def compare(step: Any, *args: Any) -> torch.Tensor:
+        logits = native_decode(step, *args)
         before = torch.get_num_threads()
         for threads in (2, 3, 7):
             torch.set_num_threads(threads)
-            compared.append(torch.equal(native_decode(step, ids, positions, cache), logits))
+            compared.append(torch.equal(native_decode(step, *args), logits))
         torch.set_num_threads(before)
         return logits
 
@@ -208,22 +208,34 @@ def test_rebound_native_passes_are_as_new_and_leave_the_old_ones_alone(
     assert not torch.equal(logits(bound[1][0], 1)[0], logits(bound[3][0], 3)[0])  # of bob and of ann
 
 
-def test_prompts_are_read_in_small_parts_by_native_passes(
+def test_native_passes_read_small_parts_of_prompts_and_generate_tokens(
     people: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = people("fedavg", base="random:llama")
-    expected = {name: mine[name].generate(LONG * 3, max_new_tokens=6) for name in ("ann", "bob")}
+    mine = people("comigs-1g1s", base="random:llama")
+    names, texts = ("ann", "bob", "cem"), (TEXTS[0], LONG * 3, LONG * 2)
+    expected = [mine[name].generate(text, max_new_tokens=30) for name, text in zip(names, texts, strict=True)]
     request.getfixturevalue("native")
     asked, sizes = Asked(engine := Engine(mine, rows=3)), list[int]()
-    read = engine._read
-    monkeypatch.setattr(engine, "_read", lambda ids, *rest: sizes.append(ids.numel()) or read(ids, *rest))
-    numbers = [asked.ask("ann", LONG * 3, max_new_tokens=6)]
-    engine.step()  # alone, so that no other text waits for its prompt
-    numbers.append(asked.ask("bob", LONG * 3, max_new_tokens=6))
+    native_part, read = decoding.NativeNetwork.part, engine._read
+    monkeypatch.setattr(
+        decoding.NativeNetwork,
+        "part",
+        lambda network, ids, *rest, **more: sizes.append(ids.numel()) or native_part(network, ids, *rest, **more),
+    )
+    numbers = [asked.ask(names[0], texts[0], max_new_tokens=30)]
+    engine.step()  # no other text waits for its prompt
+    monkeypatch.setattr(engine, "_read", lambda *args: pytest.fail("a prompt was read alone"))
+    numbers += [asked.ask(name, text, max_new_tokens=30) for name, text in zip(names[1:], texts[1:], strict=True)]
+    while not asked.pieces.get(numbers[2]):
+        before = [len(asked.pieces.get(number, ())) for number in numbers]
+        engine.step()
+        assert len(asked.pieces[numbers[0]]) == before[0] + 1  # parts do not delay tokens
+    monkeypatch.setattr(engine, "_read", read)
     asked.finish()
-    assert sizes[0] > NATIVE_PART_TOKENS
-    assert set(sizes[1:-1]) == {NATIVE_PART_TOKENS}
-    assert [asked.text(number) for number in numbers] == list(expected.values())
+    lengths = [len(asked.requests[number].prompt) for number in numbers[1:]]
+    assert sum(sizes) == sum(lengths)
+    assert max(sizes) == NATIVE_PART_TOKENS
+    assert [asked.text(number) for number in numbers] == expected
 
 
 @pytest.mark.slow
@@ -245,8 +257,8 @@ def test_a_native_step_has_the_logits_of_pytorch(
     asked, errors = Asked(engine := Engine(mine, rows=5)), list[float]()
     native_decode = decoding.NativeNetwork.decode
 
-    def compare(step: Any, ids: Any, positions: Any, cache: Any) -> torch.Tensor:
-        logits = native_decode(step, ids, positions, cache)
+    def compare(step: Any, ids: Any, positions: Any, cache: Any, part: Any) -> torch.Tensor:
+        logits = native_decode(step, ids, positions, cache, part)
         with monkeypatch.context() as plain:
             plain.setattr(expert_mlp, "_library", None)
             expected = engine._forward(ids, cache.mask(), positions, cache)  # overwrites what was cached with its own

@@ -1,7 +1,8 @@
 """Forward passes of whole language models of the Llama family without gradients, in C++ for CPUs.
 
-A pass computes a few tokens: the next one of each text, or a part of a prompt. The layers of PyTorch need a thousand
-small operations for it, and each wakes the threads of a pool. The native pass, ``mixture_decode.h``, is a single call.
+A pass computes a few tokens: the next one of each text, a part of a prompt, or both. The layers of PyTorch need a
+thousand small operations for it, and each wakes the threads of a pool. The native pass, ``mixture_decode.h``, is a single
+call.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,18 +84,42 @@ class _Layer(ctypes.Structure):
     )
 
 
+class _Batch(ctypes.Structure):
+    """``struct DecodeBatch`` of mixture_decode.h."""
+
+    _fields_ = (
+        *[(n, ctypes.c_int64) for n in ("rows", "share", "capacity", "stop")],
+        ("layer", ctypes.POINTER(_Layer)),
+        *[(n, ctypes.c_void_p) for n in ("present", "x", "cos", "sin", "starts", "logits")],
+    )
+
+
 class _Decode(ctypes.Structure):
     """``struct Decode`` of mixture_decode.h."""
 
     _fields_ = (
-        *[(n, ctypes.c_int64) for n in ("rows", "share", "layers", "width", "heads", "groups", "head")],
-        *[(n, ctypes.c_int64) for n in ("hidden", "experts", "top_k", "act", "capacity", "stop", "bf16", "threads")],
+        *[(n, ctypes.c_int64) for n in ("batches", "layers", "width", "heads", "groups", "head")],
+        *[(n, ctypes.c_int64) for n in ("hidden", "experts", "top_k", "act", "bf16", "threads")],
         *[(n, ctypes.c_float) for n in ("epsilon", "attention_scale", "scale")],
-        ("layer", ctypes.POINTER(_Layer)),
+        ("batch", ctypes.POINTER(_Batch)),
         ("norm", ctypes.c_void_p),
         ("head_layer", LinearStruct),
-        *[(n, ctypes.c_void_p) for n in ("present", "x", "cos", "sin", "starts", "logits")],
     )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch:
+    """Tokens of some texts for a native pass.
+
+    Args:
+        struct: Addresses and sizes for the native code.
+        inputs: Tensors that the native code reads by address.
+        logits: The logits after each text's last token, ``(texts, vocab)``, which the pass writes; None if not wanted.
+    """
+
+    struct: _Batch
+    inputs: Sequence[Tensor]
+    logits: Tensor | None
 
 
 class NativeNetwork:
@@ -152,7 +178,6 @@ class NativeNetwork:
         """
         other = copy(self)
         other._layers = type(self._layers).from_buffer_copy(self._layers)
-        other._call = _Decode.from_buffer_copy(self._call)
         other._bind(texts)
         return other
 
@@ -160,10 +185,9 @@ class NativeNetwork:
         """Write the addresses of the bound adapters, in the base's number format, into the C structs."""
         self._kept_alive: list[Tensor] = []
         """Tensors that the native code reads by address."""
-        self._call.layer = self._layers
         layers: Sequence[Any] = self._network.model.layers
         present = _Mlp(layers[0].mlp).present
-        self._call.present = self._address((torch.ones(texts, 1) if present is None else present).to(torch.uint8))
+        self._present = self._address((torch.ones(texts, 1) if present is None else present).to(torch.uint8))
         for struct, layer in zip(self._layers, layers, strict=True):
             for name, (_, factors) in _linears(layer).items():
                 if factors is not None:
@@ -179,7 +203,11 @@ class NativeNetwork:
         return t.data_ptr()
 
     def decode(
-        self, ids: Int[Tensor, "texts 1"], positions: Int[Tensor, "texts 1"], cache: KeyValueStores
+        self,
+        ids: Int[Tensor, "texts 1"],
+        positions: Int[Tensor, "texts 1"],
+        cache: KeyValueStores,
+        part: Batch | None = None,
     ) -> Float[Tensor, "texts vocab"]:
         """Return the logits after each text's new token, whose keys and values are written to the cache.
 
@@ -187,11 +215,13 @@ class NativeNetwork:
             ids: The new tokens.
             positions: Position of each in its text.
             cache: Keys and values of the earlier tokens.
+            part: Part of a prompt of another text, from :meth:`part`, which the same pass reads.
         """
         stores = [layer.stores for layer in cache.layers]
-        logits = self._run(ids, positions, stores, cache.starts, cache.stop)
-        assert logits is not None
-        return logits
+        batch = self._batch(ids, positions, stores, cache.starts, cache.stop)
+        self._run([batch] if part is None else [batch, part])
+        assert batch.logits is not None
+        return batch.logits
 
     def read(
         self,
@@ -210,34 +240,52 @@ class NativeNetwork:
         """
         texts, n = ids.shape
         cached = cache.get_seq_length()
-        stores = [self._with_room(cache, i, texts, n) for i in range(len(self._layers))]
-        logits: Tensor | None = None
+        stores = self._append(cache, texts, n)
         most = max(1, MOST_ROWS // texts)
+        logits: Tensor | None = None
         for start in range(0, n, most):
-            part = slice(start, min(start + most, n))
-            is_last = part.stop == n
-            logits = self._run(ids[:, part], positions[:, part], stores, starts, cached + start, predicts=is_last)
-        layers: list[Any] = cache.layers
-        for i, (keys, values) in enumerate(stores):
-            if cached:
-                layers[i].keys, layers[i].values = keys, values  # with the cached ones
-            else:
-                cache.update(keys, values, i)  # creates the layer
+            tokens = slice(start, min(start + most, n))
+            is_last = tokens.stop == n
+            batch = self._batch(
+                ids[:, tokens], positions[:, tokens], stores, starts, cached + start, predicts=is_last
+            )
+            self._run([batch])
+            logits = batch.logits
         assert logits is not None
         return logits
 
-    def _with_room(self, cache: DynamicCache, layer: int, texts: int, n: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of a layer, ``(texts, groups, cached + n, head)``, with room for new ones."""
-        call = self._call
-        cached = cache.get_seq_length()
-        shape = (texts, call.groups, cached + n, call.head)
-        keys, values = (torch.empty(shape, dtype=self._dtype) for _ in range(2))
-        if cached:
-            layers: list[Any] = cache.layers
-            keys[:, :, :cached], values[:, :, :cached] = layers[layer].keys, layers[layer].values
-        return keys, values
+    def part(
+        self, ids: Int[Tensor, "1 n"], positions: Int[Tensor, "1 n"], cache: DynamicCache, *, is_last: bool
+    ) -> Batch:
+        """Return a part of a text's prompt for a pass of :meth:`decode`, which writes the keys and values to the cache.
 
-    def _run(
+        Args:
+            ids: The tokens.
+            positions: Position of each in the text.
+            cache: Keys and values of the prompt's earlier tokens; those of ``ids`` are appended.
+            is_last: Whether the prompt ends with this part, whose pass then computes the logits after it.
+        """
+        cached = cache.get_seq_length()
+        stores = self._append(cache, 1, ids.shape[1])
+        return self._batch(ids, positions, stores, [0], cached, predicts=is_last)
+
+    def _append(self, cache: DynamicCache, texts: int, n: int) -> list[tuple[Tensor, Tensor]]:
+        """Append ``n`` positions, which a pass writes, to a cache; return each layer's keys and values."""
+        groups, head, cached = self._call.groups, self._call.head, cache.get_seq_length()
+        layers: list[Any] = cache.layers
+        stores: list[tuple[Tensor, Tensor]] = []
+        for i in range(len(self._layers)):
+            shape = (texts, groups, cached + n, head)
+            keys, values = (torch.empty(shape, dtype=self._dtype) for _ in range(2))
+            if cached:
+                keys[:, :, :cached], values[:, :, :cached] = layers[i].keys, layers[i].values
+            else:
+                cache.update(keys, values, i)  # creates the layer, with copies
+            layers[i].keys, layers[i].values = keys, values
+            stores.append((keys, values))
+        return stores
+
+    def _batch(
         self,
         ids: Int[Tensor, "texts n"],
         positions: Int[Tensor, "texts n"],
@@ -246,8 +294,8 @@ class NativeNetwork:
         stop: int,
         *,
         predicts: bool = True,
-    ) -> Float[Tensor, "texts vocab"] | None:
-        """Run the native pass for ``n`` consecutive tokens of each text.
+    ) -> Batch:
+        """Return ``n`` consecutive tokens of each text for a native pass.
 
         Args:
             ids: The tokens.
@@ -257,23 +305,35 @@ class NativeNetwork:
             starts: Position in the stores of each text's first token.
             stop: Position in the stores of the first of the tokens.
             predicts: Compute logits.
-
-        Returns:
-            The logits after each text's last token; None unless ``predicts``.
         """
-        call, (texts, n) = self._call, ids.shape
+        texts, n = ids.shape
         x = self._embed(ids).float().contiguous()
         cos, sin = (t.contiguous() for t in self._rotary(x, positions))  # (texts, n, head)
         first_positions = torch.tensor(starts)
-        logits = x.new_empty(texts, call.head_layer.d_out) if predicts else None
+        logits = x.new_empty(texts, self._call.head_layer.d_out) if predicts else None
         for struct, (keys, values) in zip(self._layers, stores, strict=True):
             struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
-        call.x, call.cos, call.sin = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
-        call.starts, call.stop, call.capacity = first_positions.data_ptr(), stop, stores[0][0].shape[2]
-        call.rows, call.share, call.threads = texts * n, n, torch.get_num_threads()
-        call.logits = None if logits is None else logits.data_ptr()
-        self._library.decode_step(ctypes.byref(call))
-        return logits
+        batch = _Batch(
+            rows=texts * n,
+            share=n,
+            capacity=stores[0][0].shape[2],
+            stop=stop,
+            layer=self._layers,
+            present=self._present,
+            x=x.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            starts=first_positions.data_ptr(),
+            logits=None if logits is None else logits.data_ptr(),
+        )
+        return Batch(struct=batch, inputs=(x, cos, sin, first_positions), logits=logits)
+
+    def _run(self, batches: Sequence[Batch]) -> None:
+        """Run a native pass over all tokens of batches, which writes their logits, keys and values."""
+        structs = (_Batch * len(batches))(*(batch.struct for batch in batches))
+        self._call.batches, self._call.batch = len(batches), structs
+        self._call.threads = torch.get_num_threads()
+        self._library.decode_step(ctypes.byref(self._call))
 
 
 class _Mlp:

@@ -1,8 +1,9 @@
 """Continuous batching over all users' models.
 
-A step reads prompts of waiting requests while rows are free, up to a number of tokens, and then generates a token for
-every row. So a long prompt is read in several steps, and does not stall other texts. The engine knows neither threads
-nor the network: :mod:`comingle.serving.schemas` calls ``step``, and :mod:`comingle.serving.api` submits requests.
+A step reads prompts of waiting requests while rows are free, up to a number of tokens, and generates a token for every
+row. So a long prompt is read in several steps, and does not stall other texts. With native code a single pass reads a
+part of a long prompt and generates the tokens of all rows. The engine knows neither threads nor the network:
+:mod:`comingle.serving.schemas` calls ``step``, and :mod:`comingle.serving.api` submits requests.
 """
 
 from __future__ import annotations
@@ -278,6 +279,7 @@ class _Row:
         cached_tokens: Tokens of the prompt that were not read, since their keys and values were cached.
         num_read: Tokens of the prompt whose keys and values are in ``prompt_cache``.
         prompt_cache: Keys and values of a prompt that is read in several steps; else empty.
+        native: Native passes of such a prompt with the user's adapters; None if native code does not read it.
     """
 
     request: Request
@@ -289,6 +291,22 @@ class _Row:
     cached_tokens: int = 0
     num_read: int = 0
     prompt_cache: DynamicCache = field(default_factory=DynamicCache)
+    native: decoding.NativeNetwork | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Part:
+    """A part of a prompt that is read in several steps.
+
+    Args:
+        row: The row of the prompt.
+        ids: The part's tokens.
+        positions: Their positions in the prompt.
+    """
+
+    row: _Row
+    ids: Int[Tensor, "1 n"]
+    positions: Int[Tensor, "1 n"]
 
 
 class Engine:
@@ -442,9 +460,9 @@ class Engine:
             self.reading = None
         # The cache grows with every token, so compiled code would be compiled again in each step.
         with without_compiling(), padded_attention(self.network):
-            self._read_prompts()
+            part = self._read_prompts()
             if self.active:
-                self._decode()
+                self._decode(part)
 
     def fail_all(self, error: Exception) -> None:
         """End all active and waiting requests with an error, and free all rows."""
@@ -476,10 +494,13 @@ class Engine:
 
     # ------------------------------------------------------------ a step
 
-    def _read_prompts(self) -> None:
+    def _read_prompts(self) -> _Part | None:
         """Read the prompts of waiting requests in one forward pass, and generate the first token of each.
 
         A prompt that is longer than a step may read is read in parts. Every other step reads shorter prompts meanwhile.
+
+        Returns:
+            The part of a long prompt that is to be read together with the next token of every row.
         """
         most = self.prompt_tokens or self._default_prompt_tokens()
         if not self.active:
@@ -492,7 +513,8 @@ class Engine:
             self._read_whole_prompts(rows)
         elif self.reading is not None:
             self._has_read_part = True
-            self._read_part(self.reading, most)
+            return self._read_part(self.reading, most)
+        return None
 
     def _default_prompt_tokens(self) -> int:
         """Return the largest number of prompt tokens that a step reads while texts are being generated."""
@@ -631,35 +653,60 @@ class Engine:
             self._keep_prefix(row, cache, index)
         self._sample_tokens(first_new_row, logits)
 
-    def _read_part(self, row: _Row, most: int) -> None:
-        """Read the next part of a long prompt; after the last, add the text to the batch and generate its first token.
+    def _read_part(self, row: _Row, most: int) -> _Part | None:
+        """Read the next part of a long prompt, unless native code can read it in the pass that generates tokens.
 
         Args:
             row: The row, which is not in the batch yet.
             most: Largest number of tokens to read.
+
+        Returns:
+            The part if it was not read yet.
         """
-        reading_row = self.cache.max_rows - 1  # of the adapters; it has no other text, as a row is kept free
-        self.row_adapters.bind(slice(reading_row, reading_row + 1))
-        self._all_rows_bound = False
         if not row.num_read:
             row.num_read = row.cached_tokens = len(row.prefix) * BLOCK_TOKENS
             row.prompt_cache = prefilled_cache([row.prefix], [row.num_read])
         prompt = row.request.prompt
-        stop = min(row.num_read + most, len(prompt))
-        ids = torch.tensor([prompt[row.num_read : stop]])
-        positions = torch.arange(row.num_read, stop).unsqueeze(0)
-        logits = self._read(ids, torch.ones(1, stop, dtype=torch.bool), positions, row.prompt_cache)
-        row.num_read = stop
-        if stop < len(prompt):
+        tokens = slice(row.num_read, min(row.num_read + most, len(prompt)))
+        part = _Part(row=row, ids=torch.tensor([prompt[tokens]]), positions=torch.arange(len(prompt))[tokens].unsqueeze(0))
+        fits_into_pass = part.ids.numel() + len(self.active) <= MOST_ROWS
+        if self.active and fits_into_pass and self._native_rows() is not None:
+            if row.native is None:
+                self._bind_reading()
+                row.native = self._make_native(1)
+            if row.native is not None:
+                return part
+        self._bind_reading()
+        mask = torch.ones(1, tokens.stop, dtype=torch.bool)
+        self._finish_part(part, self._read(part.ids, mask, part.positions, row.prompt_cache))
+        return None
+
+    def _bind_reading(self) -> None:
+        """Make the network use the adapters of the text whose prompt is read in several steps."""
+        reading_row = self.cache.max_rows - 1  # of the adapters; it has no other text, as a row is kept free
+        self.row_adapters.bind(slice(reading_row, reading_row + 1))
+        self._all_rows_bound = False
+
+    def _finish_part(self, part: _Part, logits: Float[Tensor, "1 vocab"] | None) -> None:
+        """Note that a part of a long prompt was read; after the last, add the text to the batch with its first token.
+
+        Args:
+            part: The part.
+            logits: Logits after the part; None if it is not the last.
+        """
+        row, prompt = part.row, part.row.request.prompt
+        row.num_read += part.ids.numel()
+        if row.num_read < len(prompt):
             return
+        assert logits is not None
         self.reading = None
         new_row = len(self.active)
-        self.row_adapters.move(reading_row, new_row)
+        self.row_adapters.move(self.cache.max_rows - 1, new_row)
         self.active.append(row)
         self._rows_changed = True
         self.cache.join(row.prompt_cache, [len(prompt)])
         self._keep_prefix(row, row.prompt_cache, 0)
-        row.prompt_cache = DynamicCache()
+        row.prompt_cache, row.native = DynamicCache(), None
         self._sample_tokens(new_row, logits)
 
     def _keep_prefix(self, row: _Row, cache: DynamicCache, index: int) -> None:
@@ -679,24 +726,47 @@ class Engine:
         layers = [(layer.keys[text], layer.values[text]) for layer in cache_layers]
         self.prefixes.add(row.request.name, row.version, prompt, layers)
 
-    def _decode(self) -> None:
-        """Generate a token for every row, in one forward pass."""
-        # Native code keeps the addresses of its rows' adapters, whichever rows were bound since.
-        needs_binding = self._rows_changed or self._native is None
-        if needs_binding and not self._all_rows_bound:
-            self.row_adapters.bind(slice(0, len(self.active)))
-            self._all_rows_bound = True
-        if self._rows_changed:
-            self._native = self._make_native(len(self.active))
-            self._rows_changed = False
+    def _decode(self, part: _Part | None) -> None:
+        """Generate a token for every row, in one forward pass.
+
+        Args:
+            part: Part of a long prompt that the same pass reads.
+        """
+        native = self._native_rows()
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
         position_ids = self.cache.lengths().unsqueeze(1)  # (rows, 1): one new token per row
-        if self._native is not None:
-            logits = self._native.decode(ids, position_ids, self.cache)
+        batch = None if part is None else self._native_part(part)
+        if native is not None:
+            logits = native.decode(ids, position_ids, self.cache, batch)
         else:
+            if not self._all_rows_bound:
+                self.row_adapters.bind(slice(0, len(self.active)))
+                self._all_rows_bound = True
             logits = self._forward(ids, self.cache.mask(), position_ids, self.cache)
         self.cache.advance()
         self._sample_tokens(0, logits)
+        if part is not None and batch is not None:
+            self._finish_part(part, batch.logits)
+
+    def _native_rows(self) -> decoding.NativeNetwork | None:
+        """Return native passes with the adapters of all rows; None if native code does not support them.
+
+        They keep the addresses of their rows' adapters, whichever rows were bound since.
+        """
+        if self._rows_changed:
+            self.row_adapters.bind(slice(0, len(self.active)))
+            self._all_rows_bound = True
+            self._native = self._make_native(len(self.active))
+            self._rows_changed = False
+        return self._native
+
+    @staticmethod
+    def _native_part(part: _Part) -> decoding.Batch:
+        """Return a part of a long prompt for a native pass."""
+        row = part.row
+        assert row.native is not None
+        is_last = row.num_read + part.ids.numel() == len(row.request.prompt)
+        return row.native.part(part.ids, part.positions, row.prompt_cache, is_last=is_last)
 
     def _read(
         self,

@@ -1,5 +1,6 @@
-// A forward pass of a whole language model of the Llama family for a few rows: a token of each text, or `share`
-// consecutive tokens of each text, such as a part of its prompt. Texts have adapters of their own.
+// A forward pass of a whole language model of the Llama family for a few rows. They are those of one or several batches,
+// such as texts that get their next token and a text of whose prompt a part is read; so weights are read once for all.
+// Texts have adapters of their own.
 //
 //     x = embedding                                                     (rows, width), from the caller
 //     per layer    n = norm(x)     q, k, v = W n + b + B (s A n)        then rotate q and k; cache k and v
@@ -27,8 +28,8 @@
 #include "mixture_packed.h"
 
 extern "C" {
-// Weights of the norms have `width` entries; `router` is (texts, experts, width) or null for equal gates; keys and values
-// are (texts, groups, capacity, head), of which positions before `stop` are cached.
+// A layer with a batch's adapters and cache. Weights of the norms have `width` entries; `router` is (texts, experts, width)
+// or null for equal gates; keys and values are (texts, groups, capacity, head), of which positions before `stop` are cached.
 struct DecodeLayer {
     const void *attention_norm, *mlp_norm;
     RowsLinear q, k, v, o, gate, up, down;
@@ -36,19 +37,25 @@ struct DecodeLayer {
     void *keys, *values;
 };
 
-// `present` is (texts, experts): whether a text has an expert. `cos` and `sin` are (rows, head). `starts` has the position
-// of each text's first token; earlier ones are padding. `head_layer` maps to the vocabulary; `logits` (texts, vocabulary)
-// are those after each text's last token, or null.
-struct Decode {
-    int64_t rows, share, layers, width, heads, groups, head, hidden, experts, top_k, act, capacity, stop, bf16, threads;
-    float epsilon, attention_scale, scale;
+// `share` consecutive tokens of each text. `present` is (texts, experts): whether a text has an expert. `x` is (rows, width),
+// `cos` and `sin` are (rows, head). `starts` has the position of each text's first token; earlier ones are padding. `logits`
+// (texts, vocabulary) are those after each text's last token, or null.
+struct DecodeBatch {
+    int64_t rows, share, capacity, stop;
     const DecodeLayer* layer;
-    const void* norm;
-    RowsLinear head_layer;
     const uint8_t* present;
     const float *x, *cos, *sin;
     const int64_t* starts;
     float* logits;
+};
+
+// `head_layer` maps to the vocabulary. Batches have the same weights, and factors of the same ranks.
+struct Decode {
+    int64_t batches, layers, width, heads, groups, head, hidden, experts, top_k, act, bf16, threads;
+    float epsilon, attention_scale, scale;
+    const DecodeBatch* batch;
+    const void* norm;
+    RowsLinear head_layer;
 };
 }
 
@@ -138,31 +145,54 @@ struct DecodeStep {
 #else
     static constexpr bool DOTS = false;
 #endif
+    using Linear = RowsLinear DecodeLayer::*;
+
+    // A row of a batch: token `token` of text `text`.
+    struct Place {
+        const DecodeBatch& batch;
+        int64_t row, text, token;
+    };
+
     const Decode& m;
-    const int64_t texts;
-    const Rows shape, last_shape;  // only `rows` and `share`, which the functions of Step read
+    const int64_t num_rows, predicted;  // rows, and texts with logits
+    const Rows shape, last_shape;    // only `rows`, which the functions of Step read
     const Step<S> rows, last_rows;
     Buffer<float> x, qkv, attended, z, logits, gates, h, mixed;
     mutable Team team;
 
     explicit DecodeStep(const Decode& m)
-        : m(m), texts(m.rows / m.share), shape(shape_of(m.rows, m.share)), last_shape(shape_of(texts, 1)), rows{shape},
-          last_rows{last_shape}, x(m.rows * m.width), qkv(m.rows * (m.heads + 2 * m.groups) * m.head),
-          attended(m.rows * m.heads * m.head), z(m.rows * most_ranks()), logits(m.rows * m.experts),
-          gates(m.rows * m.experts), h(m.rows * m.experts * m.hidden), mixed(m.rows * m.hidden),
+        : m(m), num_rows(sum([](const DecodeBatch& b) { return b.rows; })),
+          predicted(sum([](const DecodeBatch& b) { return b.logits ? b.rows / b.share : 0; })), shape(shape_of(num_rows)),
+          last_shape(shape_of(predicted)), rows{shape}, last_rows{last_shape}, x(num_rows * m.width),
+          qkv(num_rows * (m.heads + 2 * m.groups) * m.head), attended(num_rows * m.heads * m.head), z(num_rows * most_ranks()),
+          logits(num_rows * m.experts), gates(num_rows * m.experts), h(num_rows * m.experts * m.hidden), mixed(num_rows * m.hidden),
           team(m.threads) {
-        std::copy_n(m.x, m.rows * m.width, x + 0);
+        float* to = x + 0;
+        for (int64_t i = 0; i < m.batches; ++i) to = std::copy_n(m.batch[i].x, m.batch[i].rows * m.width, to);
     }
 
-    Rows shape_of(int64_t rows, int64_t share) const {
-        return {rows, share, m.experts, 2, m.act, m.bf16, m.threads, m.scale, {}, {}, nullptr, nullptr, nullptr};
+    template <class Number>
+    int64_t sum(Number number) const {
+        int64_t total = 0;
+        for (int64_t i = 0; i < m.batches; ++i) total += number(m.batch[i]);
+        return total;
+    }
+
+    Rows shape_of(int64_t rows) const {
+        return {rows, 1, m.experts, 2, m.act, m.bf16, m.threads, m.scale, {}, {}, nullptr, nullptr, nullptr};
+    }
+
+    Place place(int64_t row) const {
+        const DecodeBatch* b = m.batch;
+        for (; row >= b->rows; ++b) row -= b->rows;
+        return {*b, row, row / b->share, row % b->share};
     }
 
     // The ranks of the factors A that read the same input, added up.
     int64_t most_ranks() const {
         int64_t most = 1;
         for (int64_t i = 0; i < m.layers; ++i) {
-            const DecodeLayer& l = m.layer[i];
+            const DecodeLayer& l = m.batch->layer[i];
             most = std::max({most, l.q.ranks + l.k.ranks + l.v.ranks, l.gate.ranks + l.up.ranks, l.o.ranks, l.down.ranks});
         }
         return most;
@@ -170,7 +200,7 @@ struct DecodeStep {
 
     // x / sqrt(mean(x^2) + epsilon) * weight for all rows. Every thread computes all of it: that is faster than waiting.
     void norm(const void* weight, float* to) const {
-        for (int64_t r = 0; r < m.rows; ++r) {
+        for (int64_t r = 0; r < num_rows; ++r) {
             const float* from = x + r * m.width;
             V squares = {};
             for (int64_t c = 0; c < m.width; c += LANES) {
@@ -179,27 +209,28 @@ struct DecodeStep {
             }
             const float factor = 1.f / std::sqrt(add_up(squares) / float(m.width) + m.epsilon);
             for (int64_t c = 0; c < m.width; c += LANES) {
-                const int64_t count = m.width - c;
-                const V v = load_upto(from + c, count) * factor * load_upto((const S*)weight + c, count);
-                store_upto(to + r * m.width + c, v, count);
+                const int64_t left = m.width - c;
+                const V v = load_upto(from + c, left) * factor * load_upto((const S*)weight + c, left);
+                store_upto(to + r * m.width + c, v, left);
             }
         }
     }
 
-    // z = s A in for several layers with the same input; the products of a layer follow those of the one before. Row r
+    // z = s A in for several linears with the same input; the products of a linear follow those of the one before. Row r
     // of `in` has `sets` inputs, each for an equal share of the ranks.
     template <size_t N>
-    void thin(const RowsLinear* const (&layers)[N], const float* in, int64_t sets) const {
+    void thin(int64_t layer, const Linear (&linears)[N], const float* in, int64_t sets) const {
         int64_t from[N + 1] = {};
-        for (size_t i = 0; i < N; ++i) from[i + 1] = from[i] + m.rows * layers[i]->ranks;
+        for (size_t i = 0; i < N; ++i) from[i + 1] = from[i] + num_rows * (m.batch->layer[layer].*linears[i]).ranks;
         if (from[N] == 0) return;
         team.each(from[N], [&](int64_t task) {
             size_t i = 0;
             while (task >= from[i + 1]) ++i;
-            const RowsLinear& l = *layers[i];
-            const int64_t r = (task - from[i]) / l.ranks, k = (task - from[i]) % l.ranks;
-            const float* input = in + (r * sets + k / (l.ranks / sets)) * l.d_in;
-            dots<1, 1>(input, (const S*)l.a + (r / m.share * l.ranks + k) * l.d_in, l.d_in, z + task);
+            const int64_t ranks = (from[i + 1] - from[i]) / num_rows, r = (task - from[i]) / ranks, k = (task - from[i]) % ranks;
+            const Place at = place(r);
+            const RowsLinear& l = at.batch.layer[layer].*linears[i];
+            const float* input = in + (r * sets + k / (ranks / sets)) * l.d_in;
+            dots<1, 1>(input, (const S*)l.a + (at.text * ranks + k) * l.d_in, l.d_in, z + task);
             *(z + task) *= m.scale;
         });
     }
@@ -227,53 +258,58 @@ struct DecodeStep {
         if (l.bias) some.add_bias(l, column, columns, base);
     }
 
-    // Calls `use(r, column, count, v)` with vectors of W in + b + B z, for all rows and the columns of one chunk.
+    // Calls `use(r, column, columns, v)` with vectors of W in + b + B z, for all rows and the columns of one chunk.
     template <class Use>
-    void chunk(const RowsLinear& l, const Read& in, const float* z, int64_t number, float* base, Use use) const {
-        const int64_t column = number * outputs(l), columns = std::min(outputs(l), l.d_out - column);
-        product(rows, l, in, column, columns, base);
-        for (int64_t r = 0; r < m.rows; ++r)
+    void chunk(int64_t layer, Linear linear, const Read& in, const float* z, int64_t number, float* base, Use use) const {
+        const RowsLinear& shared = m.batch->layer[layer].*linear;
+        const int64_t column = number * outputs(shared), columns = std::min(outputs(shared), shared.d_out - column);
+        product(rows, shared, in, column, columns, base);
+        for (int64_t r = 0; r < num_rows; ++r) {
+            const Place at = place(r);
+            const RowsLinear& l = at.batch.layer[layer].*linear;
             for (int64_t c = 0; c < columns; c += LANES) {
                 const V v = load(base + r * CHUNK + c);
-                use(r, column + c, columns - c, rows.lora(l, z, r, 0, l.ranks, column + c, columns - c, v));
+                use(r, column + c, columns - c, plus_lora<S>(l, z + r * l.ranks, at.text, 0, l.ranks, column + c, columns - c, v));
             }
+        }
     }
     // Outputs of a chunk: few, so that threads get equal shares.
     static int64_t outputs(const RowsLinear& l) { return l.turned ? CHUNK : CHUNK / 2; }
     static int64_t chunks(const RowsLinear& l) { return (l.d_out + outputs(l) - 1) / outputs(l); }
 
-    // Adds the output of a layer to the residual stream.
-    void add_output(const RowsLinear& l, const Read& in, float* base) const {
-        team.each(chunks(l), [&](int64_t number) {
-            chunk(l, in, z + 0, number, base, [&](int64_t r, int64_t column, int64_t count, V v) {
+    // Adds the output of a linear to the residual stream.
+    void add_output(int64_t layer, Linear linear, const Read& in, float* base) const {
+        team.each(chunks(m.batch->layer[layer].*linear), [&](int64_t number) {
+            chunk(layer, linear, in, z + 0, number, base, [&](int64_t r, int64_t column, int64_t columns, V v) {
                 float* to = x + r * m.width + column;
-                store_upto(to, load_upto(to, count) + v, count);
+                store_upto(to, load_upto(to, columns) + v, columns);
             });
         });
     }
 
-    void project(const DecodeLayer& l, const Read& in, float* base) const {
-        const RowsLinear* const layers[] = {&l.q, &l.k, &l.v};
-        thin(layers, in.x, 1);
+    void project(int64_t layer, const Read& in, float* base) const {
+        const Linear linears[] = {&DecodeLayer::q, &DecodeLayer::k, &DecodeLayer::v};
+        thin(layer, linears, in.x, 1);
+        const DecodeLayer& l = m.batch->layer[layer];
         const int64_t width = (m.heads + 2 * m.groups) * m.head;
         team.each(chunks(l.q) + chunks(l.k) + chunks(l.v), [&](int64_t number) {
             int64_t to = 0, ranks = 0;
             size_t i = 0;
-            for (; number >= chunks(*layers[i]); ++i) {
-                number -= chunks(*layers[i]);
-                to += layers[i]->d_out;
-                ranks += m.rows * layers[i]->ranks;
+            for (; number >= chunks(l.*linears[i]); ++i) {
+                number -= chunks(l.*linears[i]);
+                to += (l.*linears[i]).d_out;
+                ranks += num_rows * (l.*linears[i]).ranks;
             }
-            chunk(*layers[i], in, z + ranks, number, base, [&](int64_t r, int64_t column, int64_t count, V v) {
-                store_upto(qkv + r * width + to + column, v, count);
+            chunk(layer, linears[i], in, z + ranks, number, base, [&](int64_t r, int64_t column, int64_t columns, V v) {
+                store_upto(qkv + r * width + to + column, v, columns);
             });
         });
     }
 
     // Rotates a head by the row's position: (a, b) -> (a cos - b sin, b cos + a sin) with the halves a and b.
-    void rotate(float* head, int64_t r) const {
+    void rotate(float* head, const Place& at) const {
         const int64_t half = m.head / 2;
-        const float *cos = m.cos + r * m.head, *sin = m.sin + r * m.head;
+        const float *cos = at.batch.cos + at.row * m.head, *sin = at.batch.sin + at.row * m.head;
         for (int64_t i = 0; i < half; ++i) {
             const float a = head[i], b = head[i + half];
             head[i] = a * cos[i] - b * sin[i];
@@ -282,45 +318,54 @@ struct DecodeStep {
     }
 
     // Rotates queries and keys, and writes keys and values to the cache.
-    void cache(const DecodeLayer& l) const {
+    void cache(int64_t layer) const {
         const int64_t per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head;
-        team.each(m.rows * m.groups, [&](int64_t task) {
+        team.each(num_rows * m.groups, [&](int64_t task) {
             const int64_t r = task / m.groups, g = task % m.groups;
+            const Place at = place(r);
+            const DecodeLayer& l = at.batch.layer[layer];
             float *q = qkv + r * width + g * per_group * m.head, *k = qkv + r * width + (m.heads + g) * m.head;
             const float* v = k + m.groups * m.head;
-            for (int64_t i = 0; i < per_group; ++i) rotate(q + i * m.head, r);
-            rotate(k, r);
-            const int64_t at = ((r / m.share * m.groups + g) * m.capacity + m.stop + r % m.share) * m.head;
+            for (int64_t i = 0; i < per_group; ++i) rotate(q + i * m.head, at);
+            rotate(k, at);
+            const int64_t position = at.batch.stop + at.token;
+            const int64_t to = ((at.text * m.groups + g) * at.batch.capacity + position) * m.head;
             for (int64_t c = 0; c < m.head; ++c) {
-                put((S*)l.keys + at + c, k[c]);
-                put((S*)l.values + at + c, v[c]);
+                put((S*)l.keys + to + c, k[c]);
+                put((S*)l.values + to + c, v[c]);
             }
         });
     }
 
     // Heads with the same keys are computed together, as many as still give all threads something to do.
-    void attend(const DecodeLayer& l, float* scores) const {
-        const int64_t per_group = m.heads / m.groups, most = m.rows * m.groups < 8 * m.threads ? 1 : HEADS;
+    void attend(int64_t layer, float* scores) const {
+        const int64_t per_group = m.heads / m.groups, most = num_rows * m.groups < 8 * m.threads ? 1 : HEADS;
         const int64_t parts = (per_group + most - 1) / most;
-        team.each(m.rows * m.groups * parts, [&](int64_t task) {
+        team.each(num_rows * m.groups * parts, [&](int64_t task) {
             const int64_t r = task / (m.groups * parts), g = task / parts % m.groups, first = task % parts * most;
-            const int64_t count = std::min(most, per_group - first), head = g * per_group + first;
-            if (count == 1) attend_heads<1>(l, scores, r, head);
-            if (count == 2) attend_heads<2>(l, scores, r, head);
-            if (count == 3) attend_heads<3>(l, scores, r, head);
-            if (count == 4) attend_heads<4>(l, scores, r, head);
+            const int64_t heads = std::min(most, per_group - first), head = g * per_group + first;
+            if (heads == 1) attend_heads<1>(layer, scores, r, head);
+            if (heads == 2) attend_heads<2>(layer, scores, r, head);
+            if (heads == 3) attend_heads<3>(layer, scores, r, head);
+            if (heads == 4) attend_heads<4>(layer, scores, r, head);
         });
     }
     static constexpr int64_t HEADS = 4;
-    int64_t most_scores() const { return m.stop + m.share + CHUNK; }
+    int64_t most_scores() const {
+        int64_t most = 0;
+        for (int64_t i = 0; i < m.batches; ++i) most = std::max(most, m.batch[i].stop + m.batch[i].share);
+        return most + CHUNK;
+    }
 
     // Attention of H heads of a row with the same keys, from `head` on.
     template <int H>
-    void attend_heads(const DecodeLayer& l, float* scores, int64_t r, int64_t head) const {
+    void attend_heads(int64_t layer, float* scores, int64_t r, int64_t head) const {
         constexpr int AT_ONCE = REGISTERS < 32 && H > 1 ? 2 : H % 2 ? ALONE : ALONE / 2;
         const int64_t per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head;
-        const int64_t text = r / m.share, from = m.starts[text], count = m.stop + r % m.share + 1 - from;
-        const int64_t at = ((text * m.groups + head / per_group) * m.capacity + from) * m.head;
+        const Place row = place(r);
+        const DecodeLayer& l = row.batch.layer[layer];
+        const int64_t from = row.batch.starts[row.text], count = row.batch.stop + row.token + 1 - from;
+        const int64_t at = ((row.text * m.groups + head / per_group) * row.batch.capacity + from) * m.head;
         const float* q = qkv + r * width + head * m.head;
         float* to = attended + (r * m.heads + head) * m.head;
         if (count <= 0) return (void)std::fill_n(to, H * m.head, 0.f);  // padding
@@ -333,13 +378,7 @@ struct DecodeStep {
         for (int h = 0; h < H; ++h) totals[h] = exponentials(scores + h * most_scores(), count);
         int64_t c = 0;
         for (; c + 2 * LANES <= m.head; c += 2 * LANES) mix_values<H, 2>(scores, values + c, count, totals, to + c);
-        for (; c + LANES <= m.head; c += LANES) mix_values<H, 1>(scores, values + c, count, totals, to + c);
-        for (; c < m.head; ++c)
-            for (int h = 0; h < H; ++h) {
-                float sum = 0;
-                for (t = 0; t < count; ++t) sum += scores[h * most_scores() + t] * widen(values[t * m.head + c]);
-                to[h * m.head + c] = sum / totals[h];
-            }
+        for (; c < m.head; c += LANES) mix_values<H, 1>(scores, values + c, count, totals, to + c, m.head - c);
     }
 
     // Replaces scores by their exponentials, up to a factor; returns the sum of these.
@@ -355,39 +394,49 @@ struct DecodeStep {
         return add_up(sums);
     }
 
-    // COUNT vectors of H heads' means of values, with weights `scores` whose sums are `totals`.
+    // COUNT vectors of H heads' means of values, with weights `scores` whose sums are `totals`; of the last vector `left`
+    // entries.
     template <int H, int COUNT>
-    void mix_values(const float* scores, const S* values, int64_t count, const float* totals, float* to) const {
+    void mix_values(const float* scores, const S* values, int64_t count, const float* totals, float* to, int64_t left = LANES) const {
         V sums[H][COUNT] = {};
+        const int64_t stride = most_scores();
         for (int64_t t = 0; t < count; ++t)
 #pragma GCC unroll 4
             for (int i = 0; i < COUNT; ++i) {
-                const V value = load(values + t * m.head + i * LANES);
+                const S* from = values + t * m.head + i * LANES;
+                const V value = COUNT > 1 ? load(from) : load_upto(from, left);
 #pragma GCC unroll 4
-                for (int h = 0; h < H; ++h) sums[h][i] += scores[h * most_scores() + t] * value;
+                for (int h = 0; h < H; ++h) sums[h][i] += scores[h * stride + t] * value;
             }
 #pragma GCC unroll 4
         for (int h = 0; h < H; ++h)
 #pragma GCC unroll 4
-            for (int i = 0; i < COUNT; ++i) store(to + h * m.head + i * LANES, sums[h][i] / totals[h]);
+            for (int i = 0; i < COUNT; ++i) {
+                float* at = to + h * m.head + i * LANES;
+                const V mean = sums[h][i] / totals[h];
+                COUNT > 1 ? store(at, mean) : store_upto(at, mean, left);
+            }
     }
 
     // The softmax over a row's `top_k` largest logits among its experts; equal gates without a router. Every thread
     // computes all gates after the logits are complete.
-    void choose_gates(const DecodeLayer& l, const float* in, float* p) const {
-        if (l.router)
-            team.each(m.rows * m.experts, [&](int64_t task) {
-                const int64_t r = task / m.experts, weight = r / m.share * m.experts + task % m.experts;
-                dots<1, 1>(in + r * m.width, l.router + weight * m.width, m.width, logits + task);
+    void choose_gates(int64_t layer, const float* in, float* p) const {
+        const bool routed = m.batch->layer[layer].router;
+        if (routed)
+            team.each(num_rows * m.experts, [&](int64_t task) {
+                const Place at = place(task / m.experts);
+                const float* router = at.batch.layer[layer].router + (at.text * m.experts + task % m.experts) * m.width;
+                dots<1, 1>(in + task / m.experts * m.width, router, m.width, logits + task);
             });
-        for (int64_t r = 0; r < m.rows; ++r) {
-            const uint8_t* present = m.present + r / m.share * m.experts;
+        for (int64_t r = 0; r < num_rows; ++r) {
+            const Place at = place(r);
+            const uint8_t* present = at.batch.present + at.text * m.experts;
             float* row = p + r * m.experts;
             const float* logit = logits + r * m.experts;
             float total = 0;
-            for (int64_t j = 0; j < m.experts; ++j) row[j] = present[j] && !l.router ? 1.f : 0.f;
+            for (int64_t j = 0; j < m.experts; ++j) row[j] = present[j] && !routed ? 1.f : 0.f;
             float most = 0;
-            for (int64_t picked = 0; l.router && picked < m.top_k; ++picked) {
+            for (int64_t picked = 0; routed && picked < m.top_k; ++picked) {
                 int64_t best = -1;
                 for (int64_t j = 0; j < m.experts; ++j)
                     if (present[j] && row[j] == 0.f && (best < 0 || logit[j] > logit[best])) best = j;
@@ -401,52 +450,63 @@ struct DecodeStep {
     }
 
     template <class Act>
-    void experts(const DecodeLayer& l, Read& in, float* base, float* p) const {
-        choose_gates(l, in.x, p);
-        const RowsLinear* const layers[] = {&l.gate, &l.up};
-        thin(layers, in.x, 1);
-        const int64_t size = m.rows * CHUNK;
+    void experts(int64_t layer, Read& in, float* base, float* p) const {
+        choose_gates(layer, in.x, p);
+        const Linear linears[] = {&DecodeLayer::gate, &DecodeLayer::up};
+        thin(layer, linears, in.x, 1);
+        const DecodeLayer& l = m.batch->layer[layer];
+        const int64_t size = num_rows * CHUNK;
         team.each(chunks(l.gate), [&](int64_t number) {
             const int64_t column = number * outputs(l.gate), columns = std::min(outputs(l.gate), m.hidden - column);
             product(rows, l.gate, in, column, columns, base);
             product(rows, l.up, in, column, columns, base + size);
-            for (int64_t r = 0; r < m.rows; ++r)
+            for (int64_t r = 0; r < num_rows; ++r) {
+                const Place at = place(r);
+                const DecodeLayer& own = at.batch.layer[layer];
                 for (int64_t c = 0; c < columns; c += LANES) {
-                    const int64_t count = columns - c;
+                    const int64_t left = columns - c;
                     V sum = {};
                     for (int64_t j = 0; j < m.experts; ++j) {
-                        auto pre = [&](const RowsLinear& layer, const float* z, const float* product) {
-                            const int64_t rank = layer.ranks / m.experts;
+                        auto pre = [&](const RowsLinear& linear, const float* z, const float* product) {
+                            const int64_t rank = linear.ranks / m.experts;
                             const V v = load(product + r * CHUNK + c);
-                            return rows.lora(layer, z, r, j * rank, (j + 1) * rank, column + c, count, v);
+                            return plus_lora<S>(linear, z + r * linear.ranks, at.text, j * rank, (j + 1) * rank, column + c, left, v);
                         };
-                        const V value = Act::value(pre(l.gate, z + 0, base)) * pre(l.up, z + m.rows * l.gate.ranks, base + size);
-                        store_upto(h + (r * m.experts + j) * m.hidden + column + c, value, count);
+                        const V gate = pre(own.gate, z + 0, base);
+                        const V value = Act::value(gate) * pre(own.up, z + num_rows * l.gate.ranks, base + size);
+                        store_upto(h + (r * m.experts + j) * m.hidden + column + c, value, left);
                         sum += p[r * m.experts + j] * value;
                     }
-                    store_upto(mixed + r * m.hidden + column + c, sum, count);
+                    store_upto(mixed + r * m.hidden + column + c, sum, left);
                 }
+            }
         });
-        const RowsLinear* const last[] = {&l.down};
         if (l.down.ranks) {
-            thin(last, h + 0, m.experts);
+            const Linear last[] = {&DecodeLayer::down};
+            thin(layer, last, h + 0, m.experts);
             const int64_t rank = l.down.ranks / m.experts;
-            team.each(m.rows * l.down.ranks, [&](int64_t i) { *(z + i) *= p[i / rank]; });
+            team.each(num_rows * l.down.ranks, [&](int64_t i) { *(z + i) *= p[i / rank]; });
         }
-        round(in, mixed + 0, l.down, m.rows, false);
-        add_output(l.down, in, base);
+        round(in, mixed + 0, l.down, num_rows, false);
+        add_output(layer, &DecodeLayer::down, in, base);
     }
 
-    // The logits after each text's last token.
+    // The logits after the last tokens of the texts of batches that want them.
     void predict(float* normed, Read& in, float* base) const {
         const RowsLinear& l = m.head_layer;
         norm(m.norm, normed);
-        for (int64_t t = 0; t < texts; ++t) std::copy_n(normed + ((t + 1) * m.share - 1) * m.width, m.width, normed + t * m.width);
-        round(in, normed, l, texts, true);
+        std::vector<float*> to;
+        for (int64_t r = 0; r < num_rows; ++r) {
+            const Place at = place(r);
+            if (!at.batch.logits || at.token + 1 < at.batch.share) continue;
+            std::copy_n(normed + r * m.width, m.width, normed + int64_t(to.size()) * m.width);
+            to.push_back(at.batch.logits + at.text * l.d_out);
+        }
+        round(in, normed, l, predicted, true);
         team.each(chunks(l), [&](int64_t number) {
             const int64_t column = number * outputs(l), columns = std::min(outputs(l), l.d_out - column);
             product(last_rows, l, in, column, columns, base);
-            for (int64_t t = 0; t < texts; ++t) std::copy_n(base + t * CHUNK, columns, m.logits + t * l.d_out + column);
+            for (int64_t t = 0; t < predicted; ++t) std::copy_n(base + t * CHUNK, columns, to[t] + column);
         });
     }
 
@@ -456,25 +516,25 @@ struct DecodeStep {
         {
             const OwnCpu cpu(omp_get_thread_num(), omp_get_num_threads());
             team.meet();
-            Buffer<float> normed(m.rows * m.width), base(2 * m.rows * CHUNK), scores(HEADS * most_scores()), p(m.rows * m.experts);
+            Buffer<float> normed(num_rows * m.width), base(2 * num_rows * CHUNK), scores(HEADS * most_scores()), p(num_rows * m.experts);
             const int64_t widest = std::max({m.width, m.heads * m.head, m.hidden});
-            Read in{nullptr, false, Input(m.rows, widest), Buffer<uint16_t>(m.rows * widest)};
+            Read in{nullptr, false, Input(num_rows, widest), Buffer<uint16_t>(num_rows * widest)};
             for (int64_t i = 0; i < m.layers; ++i) {
-                const DecodeLayer& l = m.layer[i];
+                const DecodeLayer& l = m.batch->layer[i];
                 norm(l.attention_norm, normed + 0);
-                round(in, normed + 0, l.q, m.rows, true);
-                project(l, in, base + 0);
-                cache(l);
-                attend(l, scores + 0);
-                const RowsLinear* const out[] = {&l.o};
-                thin(out, attended + 0, 1);
-                round(in, attended + 0, l.o, m.rows, true);
-                add_output(l.o, in, base + 0);
+                round(in, normed + 0, l.q, num_rows, true);
+                project(i, in, base + 0);
+                cache(i);
+                attend(i, scores + 0);
+                const Linear out[] = {&DecodeLayer::o};
+                thin(i, out, attended + 0, 1);
+                round(in, attended + 0, l.o, num_rows, true);
+                add_output(i, &DecodeLayer::o, in, base + 0);
                 norm(l.mlp_norm, normed + 0);
-                round(in, normed + 0, l.gate, m.rows, false);
-                experts<Act>(l, in, base + 0, p + 0);
+                round(in, normed + 0, l.gate, num_rows, false);
+                experts<Act>(i, in, base + 0, p + 0);
             }
-            if (m.logits) predict(normed + 0, in, base + 0);
+            if (predicted) predict(normed + 0, in, base + 0);
         }
     }
 

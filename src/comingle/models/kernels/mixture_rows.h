@@ -188,6 +188,14 @@ void sums_of_inputs(const X* x, const S* w, int64_t stride, int64_t width, float
     }
 }
 
+// `v` plus ranks [from, to) of B^T z, for a row's z and `count` columns from `column`.
+template <class S>
+V plus_lora(const RowsLinear& l, const float* z, int64_t text, int64_t from, int64_t to, int64_t column, int64_t count, V v) {
+    const S* b = (const S*)l.b + text * l.ranks * l.d_out + column;
+    for (int64_t k = from; k < to; ++k) v += z[k] * load_upto(b + k * l.d_out, count);
+    return v;
+}
+
 template <class S>
 struct Step {
     const Rows& m;
@@ -256,11 +264,8 @@ struct Step {
         for (; r < m.rows; ++r) sums_of_inputs<1>(x + r * l.d_in, w, l.d_out, l.d_in, out + r * CHUNK);
     }
 
-    // `v` plus ranks [from, to) of B_r^T z_r, for `count` columns from `column`.
     V lora(const RowsLinear& l, const float* z, int64_t r, int64_t from, int64_t to, int64_t column, int64_t count, V v) const {
-        const S* b = (const S*)l.b + r / m.share * l.ranks * l.d_out + column;
-        for (int64_t k = from; k < to; ++k) v += z[r * l.ranks + k] * load_upto(b + k * l.d_out, count);
-        return v;
+        return plus_lora<S>(l, z + r * l.ranks, r / m.share, from, to, column, count, v);
     }
 
     template <class X>
