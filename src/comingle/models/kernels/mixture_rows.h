@@ -102,16 +102,33 @@ void prefetch(const char* from) {
     for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
+// Prevents that the compiler loads a vector again for each of its uses.
+inline void into_register(V& v) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(v));
+#elif defined(__AVX__)
+    asm("" : "+x"(v));
+#elif defined(__aarch64__)
+    asm("" : "+w"(v));
+#endif
+}
+
 // out(r, o) = x(r, :) . w(o, :) for R rows and O outputs; rows of `out` have the given stride. If `Ahead`, as many bytes of
 // later weights are prefetched.
 template <int R, int O, bool Ahead = false, class X, class S>
 void dots(const X* x, const S* w, int64_t width, float* out, int64_t stride = CHUNK) {
     V sums[R][O] = {};
-    auto add = [&](auto left, auto right) {
+    auto add = [&](auto left_of, auto right_of) {
+        V left[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
+        for (int r = 0; r < R; ++r) into_register(left[r] = left_of(r));
 #pragma GCC unroll 8
-            for (int o = 0; o < O; ++o) sums[r][o] += left(r) * right(o);
+        for (int o = 0; o < O; ++o) {
+            V right = right_of(o);
+            into_register(right);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sums[r][o] += left[r] * right;
+        }
     };
     int64_t k = 0;
     for (; k + LANES <= width; k += LANES) {
@@ -225,8 +242,10 @@ struct Step {
                 outputs<ALONE>(x, w, l.d_in, columns, out);
             else if (m.rows <= 2 * MOST)
                 outputs<ALONE / 2>(x, w, l.d_in, columns, out);
-            else
+            else if (m.rows <= 4 * MOST)
                 outputs<ALONE / 4>(x, w, l.d_in, columns, out);
+            else
+                blocks<ALONE / 2>(x, w, l.d_in, columns, out);
         }
         if (l.bias) add_bias(l, column, columns, out);
     }
@@ -238,6 +257,25 @@ struct Step {
         for (; o + O <= columns; o += O) dots_of_rows<SUMS_AT_ONCE / O, O, true>(x, m.rows, w + o * width, width, out + o);
         for (; o < columns; ++o)
             for (int64_t r = 0; r < m.rows; ++r) dots<1, 1>(x + r * width, w + o * width, width, out + r * CHUNK + o);
+    }
+
+    // The same for many rows: some rows at a time, whose inputs stay in the L1 cache, and for them all outputs. Meanwhile the
+    // following weights are prefetched, as many as `columns` outputs have, in equal parts.
+    template <int O, class X>
+    void blocks(const X* x, const S* w, int64_t width, int64_t columns, float* out) const {
+        constexpr int R = SUMS_AT_ONCE / O;
+        const int64_t whole = columns / O * O, size = O * width * int64_t(sizeof(S));
+        for (int64_t r = 0; r < m.rows; r += R) {
+            const int64_t rows = std::min<int64_t>(R, m.rows - r);
+            for (int64_t o = 0; o < whole; o += O) {
+                const char* ahead = (const char*)(w + (columns + o) * width);
+                const int64_t from = size * r / m.rows, to = size * (r + rows) / m.rows;
+                for (int64_t i = (from + 63) / 64 * 64; i < to; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+                dots_of_rows<R, O, false>(x + r * width, rows, w + o * width, width, out + r * CHUNK + o);
+            }
+            for (int64_t o = whole; o < columns; ++o)
+                for (int64_t i = r; i < r + rows; ++i) dots<1, 1>(x + i * width, w + o * width, width, out + i * CHUNK + o);
+        }
     }
 
     void add_bias(const RowsLinear& l, int64_t column, int64_t columns, float* out) const {
