@@ -1,8 +1,8 @@
 """Forward passes of whole language models of the Llama family without gradients, in C++ for CPUs.
 
 A pass computes a few tokens: the next one of each text, a part of a prompt, or both. The layers of PyTorch need a
-thousand small operations for it, and each wakes the threads of a pool. The native pass, ``mixture_decode.h``, is a single
-call.
+thousand small operations for it, and each wakes the threads of a pool. The native pass, ``mixture_decode.h``, is a
+single call.
 """
 
 from __future__ import annotations
@@ -246,16 +246,14 @@ class NativeNetwork:
         for start in range(0, n, most):
             tokens = slice(start, min(start + most, n))
             is_last = tokens.stop == n
-            batch = self._batch(
-                ids[:, tokens], positions[:, tokens], stores, starts, cached + start, predicts=is_last
-            )
+            batch = self._batch(ids[:, tokens], positions[:, tokens], stores, starts, cached + start, predicts=is_last)
             self._run([batch])
             logits = batch.logits
         assert logits is not None
         return logits
 
     def part(
-        self, ids: Int[Tensor, "1 n"], positions: Int[Tensor, "1 n"], cache: DynamicCache, *, is_last: bool
+        self, ids: Int[Tensor, "1 n"], positions: Int[Tensor, "1 n"], cache: DynamicCache, *, num_left: int
     ) -> Batch:
         """Return a part of a text's prompt for a pass of :meth:`decode`, which writes the keys and values to the cache.
 
@@ -263,26 +261,32 @@ class NativeNetwork:
             ids: The tokens.
             positions: Position of each in the text.
             cache: Keys and values of the prompt's earlier tokens; those of ``ids`` are appended.
-            is_last: Whether the prompt ends with this part, whose pass then computes the logits after it.
+            num_left: Number of tokens to the prompt's end, those of ``ids`` included. The pass over the last of them
+                computes the logits after it.
         """
         cached = cache.get_seq_length()
-        stores = self._append(cache, 1, ids.shape[1])
-        return self._batch(ids, positions, stores, [0], cached, predicts=is_last)
+        stores = self._append(cache, 1, ids.shape[1], num_left)
+        return self._batch(ids, positions, stores, [0], cached, predicts=ids.shape[1] == num_left)
 
-    def _append(self, cache: DynamicCache, texts: int, n: int) -> list[tuple[Tensor, Tensor]]:
-        """Append ``n`` positions, which a pass writes, to a cache; return each layer's keys and values."""
-        groups, head, cached = self._call.groups, self._call.head, cache.get_seq_length()
+    def _append(self, cache: DynamicCache, texts: int, n: int, room: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Append ``n`` positions, which a pass writes, to a cache; return each layer's keys and values.
+
+        Args:
+            cache: The cache; its tensors belong to nobody else.
+            texts: Number of texts.
+            n: Number of positions.
+            room: Number of positions for which memory is allocated, if there is not enough for ``n``.
+        """
+        groups, head, is_empty = self._call.groups, self._call.head, not cache.get_seq_length()
         layers: list[Any] = cache.layers
         stores: list[tuple[Tensor, Tensor]] = []
         for i in range(len(self._layers)):
-            shape = (texts, groups, cached + n, head)
-            keys, values = (torch.empty(shape, dtype=self._dtype) for _ in range(2))
-            if cached:
-                keys[:, :, :cached], values[:, :, :cached] = layers[i].keys, layers[i].values
-            else:
-                cache.update(keys, values, i)  # creates the layer, with copies
-            layers[i].keys, layers[i].values = keys, values
-            stores.append((keys, values))
+            if is_empty:
+                nothing = torch.empty(texts, groups, 0, head, dtype=self._dtype)
+                cache.update(nothing, nothing, i)  # creates the layer
+            layer = layers[i]
+            layer.keys, layer.values = (_extended(states, n, room) for states in (layer.keys, layer.values))
+            stores.append((layer.keys, layer.values))
         return stores
 
     def _batch(
@@ -300,8 +304,8 @@ class NativeNetwork:
         Args:
             ids: The tokens.
             positions: Position of each token in its text.
-            stores: Keys and values of each layer, ``(texts or more, groups, capacity, head)``; those of the tokens are
-                written from ``stop``.
+            stores: Keys and values of each layer, ``(texts or more, groups, positions, head)``, where positions after
+                those in the tensor may follow in memory; those of the tokens are written from ``stop``.
             starts: Position in the stores of each text's first token.
             stop: Position in the stores of the first of the tokens.
             predicts: Compute logits.
@@ -316,7 +320,7 @@ class NativeNetwork:
         batch = _Batch(
             rows=texts * n,
             share=n,
-            capacity=stores[0][0].shape[2],
+            capacity=_capacity(stores[0][0]),
             stop=stop,
             layer=self._layers,
             present=self._present,
@@ -334,6 +338,29 @@ class NativeNetwork:
         self._call.batches, self._call.batch = len(batches), structs
         self._call.threads = torch.get_num_threads()
         self._library.decode_step(ctypes.byref(self._call))
+
+
+def _capacity(states: Float[Tensor, "texts groups positions head"]) -> int:
+    """Return the number of positions for which keys or values have memory."""
+    return states.stride(1) // states.shape[3]
+
+
+def _extended(
+    states: Float[Tensor, "texts groups positions head"], n: int, room: int
+) -> Float[Tensor, "texts groups more head"]:
+    """Return keys or values with ``n`` more positions, whose content is undefined; in the same memory if they fit.
+
+    Args:
+        states: Keys or values.
+        n: Number of positions to append.
+        room: Number of positions to append for which memory is allocated if they do not fit.
+    """
+    texts, groups, cached, head = states.shape
+    if cached and cached + n <= _capacity(states):
+        return states.as_strided((texts, groups, cached + n, head), states.stride())
+    store = states.new_empty(texts, groups, cached + max(n, room), head)
+    store[:, :, :cached] = states
+    return store[:, :, : cached + n]
 
 
 class _Mlp:

@@ -668,7 +668,9 @@ class Engine:
             row.prompt_cache = prefilled_cache([row.prefix], [row.num_read])
         prompt = row.request.prompt
         tokens = slice(row.num_read, min(row.num_read + most, len(prompt)))
-        part = _Part(row=row, ids=torch.tensor([prompt[tokens]]), positions=torch.arange(len(prompt))[tokens].unsqueeze(0))
+        part = _Part(
+            row=row, ids=torch.tensor([prompt[tokens]]), positions=torch.arange(len(prompt))[tokens].unsqueeze(0)
+        )
         fits_into_pass = part.ids.numel() + len(self.active) <= MOST_ROWS
         if self.active and fits_into_pass and self._native_rows() is not None:
             if row.native is None:
@@ -765,8 +767,8 @@ class Engine:
         """Return a part of a long prompt for a native pass."""
         row = part.row
         assert row.native is not None
-        is_last = row.num_read + part.ids.numel() == len(row.request.prompt)
-        return row.native.part(part.ids, part.positions, row.prompt_cache, is_last=is_last)
+        num_left = len(row.request.prompt) - row.num_read
+        return row.native.part(part.ids, part.positions, row.prompt_cache, num_left=num_left)
 
     def _read(
         self,

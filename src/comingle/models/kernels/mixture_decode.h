@@ -217,21 +217,34 @@ struct DecodeStep {
     }
 
     // z = s A in for several linears with the same input; the products of a linear follow those of the one before. Row r
-    // of `in` has `sets` inputs, each for an equal share of the ranks.
+    // of `in` has `sets` inputs, each for an equal share of the ranks. A task is up to AT_ONCE ranks of a row.
     template <size_t N>
     void thin(int64_t layer, const Linear (&linears)[N], const float* in, int64_t sets) const {
-        int64_t from[N + 1] = {};
-        for (size_t i = 0; i < N; ++i) from[i + 1] = from[i] + num_rows * (m.batch->layer[layer].*linears[i]).ranks;
+        constexpr int AT_ONCE = ALONE / 2;  // enough to hide the latency of additions
+        int64_t from[N + 1] = {}, offset[N + 1] = {}, tasks[N] = {};  // tasks of a linear's row and set
+        for (size_t i = 0; i < N; ++i) {
+            const int64_t ranks = (m.batch->layer[layer].*linears[i]).ranks;
+            tasks[i] = (ranks / sets + AT_ONCE - 1) / AT_ONCE;
+            from[i + 1] = from[i] + num_rows * sets * tasks[i];
+            offset[i + 1] = offset[i] + num_rows * ranks;
+        }
         if (from[N] == 0) return;
         team.each(from[N], [&](int64_t task) {
             size_t i = 0;
             while (task >= from[i + 1]) ++i;
-            const int64_t ranks = (from[i + 1] - from[i]) / num_rows, r = (task - from[i]) / ranks, k = (task - from[i]) % ranks;
+            task -= from[i];
+            const int64_t input = task / tasks[i], r = input / sets;  // `sets` inputs of each row
             const Place at = place(r);
             const RowsLinear& l = at.batch.layer[layer].*linears[i];
-            const float* input = in + (r * sets + k / (ranks / sets)) * l.d_in;
-            dots<1, 1>(input, (const S*)l.a + (at.text * ranks + k) * l.d_in, l.d_in, z + task);
-            *(z + task) *= m.scale;
+            const int64_t share = l.ranks / sets, first = task % tasks[i] * AT_ONCE, k = input % sets * share + first;
+            const int64_t count = std::min<int64_t>(AT_ONCE, share - first);
+            const S* a = (const S*)l.a + (at.text * l.ranks + k) * l.d_in;
+            float* to = z + offset[i] + r * l.ranks + k;
+            if (count == AT_ONCE)
+                dots<1, AT_ONCE>(in + input * l.d_in, a, l.d_in, to);
+            else
+                for (int64_t j = 0; j < count; ++j) dots<1, 1>(in + input * l.d_in, a + j * l.d_in, l.d_in, to + j);
+            for (int64_t j = 0; j < count; ++j) to[j] *= m.scale;
         });
     }
 
