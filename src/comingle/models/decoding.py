@@ -272,7 +272,7 @@ class NativeNetwork:
         """Append ``n`` positions, which a pass writes, to a cache; return each layer's keys and values.
 
         Args:
-            cache: The cache; its tensors belong to nobody else.
+            cache: The cache; its tensors are not in use elsewhere.
             texts: Number of texts.
             n: Number of positions.
             room: Number of positions for which memory is allocated, if there is not enough for ``n``.
