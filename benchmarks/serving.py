@@ -228,8 +228,7 @@ def write_adapters(folder: Path, models: Mapping[str, PersonalModel], users: int
 
     def read(name: str) -> PersonalModel:
         rows = stored.rows_of([int(name.removeprefix("user "))])
-        own = {key: t.to(any_model.model.dtype) for key, t in layout.views(rows).items()}
-        return replace(any_model, name=name, tensors=own)
+        return replace(any_model, name=name, tensors=layout.views(rows.to(any_model.model.dtype)))
 
     return StoredModels(names, read)
 

@@ -21,6 +21,7 @@ from comingle.models.generation import encode_prompt, read_sampling
 from comingle.models.personal import PersonalModel
 from comingle.runs.api import load_on_demand
 from comingle.runs.results import Run
+from comingle.serving import rows
 from comingle.serving.access import Limits, WatchedKeys
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine, Piece, Request
@@ -61,6 +62,16 @@ def test_the_least_recently_used_adapters_are_evicted_by_bytes() -> None:
     assert cache.num_reads == 3  # ann was used more recently than bob when cem was read
     assert cache["bob"]
     assert cache.num_reads == 4
+
+
+def test_memory_of_evicted_adapters_is_returned_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "RETURN_BYTES", 25)
+    num_evicted: list[int] = []
+    cache = AdapterCache(list("abcdefgh"), lambda name: tree(10), max_bytes=20)
+    monkeypatch.setattr(rows, "return_freed_memory", lambda: num_evicted.append(cache.num_reads - 2))
+    for name in "abcdefgh":
+        cache[name]
+    assert num_evicted == [3, 6]
 
 
 def test_adapters_larger_than_the_limit_are_used_one_at_a_time() -> None:

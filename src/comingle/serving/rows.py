@@ -27,6 +27,7 @@ from comingle.models.adapted import AdaptedModel
 from comingle.models.base import Base
 from comingle.models.ensembles import EnsembleModel, mix_forward
 from comingle.models.floral.model import FloralModel
+from comingle.models.hardware import return_freed_memory
 from comingle.models.kernels import cpu, expert_mlp
 from comingle.models.kernels.expert_mlp import RowsLinear
 from comingle.models.lora import OUT, LoraLinear
@@ -364,6 +365,10 @@ def prefilled_cache(prefixes: Sequence[Sequence[PrefixBlock]], lengths: Sequence
     return cache
 
 
+RETURN_BYTES = 64 << 20
+"""Size of evicted adapters after which freed memory is returned to the system: the allocator keeps it in pieces."""
+
+
 class AdapterCache(MutableMapping[str, Tree]):
     """Adapters by user: those used last are in memory, up to a number of bytes; others are read when needed.
 
@@ -383,6 +388,7 @@ class AdapterCache(MutableMapping[str, Tree]):
         """Size of the adapters in memory that may be evicted."""
         self.num_reads = 0
         """Number of times that a user's adapters were read."""
+        self._unreturned_bytes = 0  # of evicted adapters, since freed memory was last returned to the system
         self._given: dict[str, Tree] = {}  # never evicted
         self._recent: OrderedDict[str, Tree] = OrderedDict()  # least recently used first
         self._reading: dict[str, Future[Tree]] = {}
@@ -458,7 +464,13 @@ class AdapterCache(MutableMapping[str, Tree]):
         limit = self.max_bytes - len(self._reading) * self._bytes_per_user
         while self.num_bytes > limit and len(self._recent) > 1:
             _name, evicted = self._recent.popitem(last=False)
-            self.num_bytes -= _num_bytes(evicted)
+            num_bytes = _num_bytes(evicted)
+            self.num_bytes -= num_bytes
+            self._unreturned_bytes += num_bytes
+            del evicted
+        if self._unreturned_bytes >= RETURN_BYTES:
+            return_freed_memory()
+            self._unreturned_bytes = 0
 
     def _forget(self, name: str) -> None:
         """Drop what was read of a user, and what is being read."""
@@ -502,6 +514,8 @@ class Rows(ABC):
         any_tensors = self.user_tensors[next(iter(models))]
         self.stacked: Tree = {key: t.new_zeros(max_rows, *t.shape[1:]) for key, t in any_tensors.items()}
         """The adapters of all rows by name, with shapes ``(max_rows, ...)``; zero until :meth:`set` assigns a user."""
+        # Slices of `stacked`: making them anew takes as long as copying small adapters.
+        self._tensors_by_row = [[tensor[row] for tensor in self.stacked.values()] for row in range(max_rows)]
         self.names = [""] * max_rows
         """The user of each row."""
         self.copied: list[tuple[str, int] | None] = [None] * max_rows
@@ -518,8 +532,9 @@ class Rows(ABC):
         wanted = (name, self._versions[name])
         if self.copied[row] == wanted:
             return
-        for key, tensor in self.user_tensors[name].items():
-            self.stacked[key][row] = tensor.squeeze(0)  # without the axis of users
+        tensors = self.user_tensors[name]
+        for key, tensor in zip(self.stacked, self._tensors_by_row[row], strict=True):
+            tensor.copy_(tensors[key].squeeze(0))  # without the axis of users
         self.names[row], self.copied[row] = name, wanted
 
     def forget(self, name: str) -> None:
@@ -536,8 +551,8 @@ class Rows(ABC):
         """
         if self.copied[target] == self.copied[source]:  # both are of the same user's adapters
             return
-        for tensor in self.stacked.values():
-            tensor[target] = tensor[source]
+        for tensor, moved in zip(self._tensors_by_row[target], self._tensors_by_row[source], strict=True):
+            tensor.copy_(moved)
         self.names[target], self.copied[target] = self.names[source], self.copied[source]
 
     def replace(self, personal: PersonalModel) -> None:

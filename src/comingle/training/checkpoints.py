@@ -489,38 +489,38 @@ class StoredRows(State):
         of_best = f"{_BEST_PREFIX}rows"
         stored_names = [of_best] if of_best in header else [_PARAMETER_PREFIX + slot.name for slot in layout.slots]
         num_copies = 1  # of each user's parameters
-        self._tensors: list[tuple[int, int, torch.dtype]] = []  # of each tensor: start in the file, columns, dtype
+        self._tensors: list[tuple[int, int]] = []  # of each tensor: start in the file, and bytes of a row
+        dtypes: set[torch.dtype] = set()
         for stored_name in stored_names:
             entry = header.get(stored_name)
             if entry is None or entry["dtype"] not in _FLOATING:
                 raise RunError(f"{self._path}: tensor {stored_name!r}: got {entry}; allowed: a tensor of this recipe")
-            num_rows, columns = entry["shape"][0], math.prod(entry["shape"][1:])
-            self._tensors.append((8 + header_size + entry["data_offsets"][0], columns, _FLOATING[entry["dtype"]]))
+            num_rows, columns, dtype = entry["shape"][0], math.prod(entry["shape"][1:]), _FLOATING[entry["dtype"]]
+            self._tensors.append((8 + header_size + entry["data_offsets"][0], columns * dtype.itemsize))
+            dtypes.add(dtype)
             num_copies = num_rows // len(progress.trainers)
-        if sum(columns for _start, columns, _dtype in self._tensors) != layout.columns:
+        self._stored_dtype = dtypes.pop()
+        num_bytes = sum(row_bytes for _start, row_bytes in self._tensors)
+        if dtypes or num_bytes != layout.columns * self._stored_dtype.itemsize:
             raise RunError(f"{self._path}: has parameters of other shapes than this recipe")
         self._row_in_file = rows_of_names(progress.trainers, names, num_copies)
 
     def rows_of(self, users: Sequence[int]) -> Tensor:
         """Return the parameters of some users, ``(users, columns)``, read from the file; any thread may call it."""
-        rows_in_file = [self._row_in_file[user] for user in users]
-        return torch.stack([torch.cat([self._read(row, *where) for where in self._tensors]) for row in rows_in_file])
+        num_bytes = sum(row_bytes for _start, row_bytes in self._tensors)
+        values = torch.empty(len(users), num_bytes, dtype=torch.uint8)
+        for user, to in zip(users, values.numpy(), strict=True):
+            self._read(self._row_in_file[user], memoryview(to))
+        return values.view(self._stored_dtype).to(self._dtype)
 
-    def _read(self, row: int, start: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return a row of a tensor in the file.
-
-        Args:
-            row: Number of the row.
-            start: Offset of the tensor in the file.
-            columns: Number of entries of a row.
-            dtype: Dtype of the tensor.
-        """
-        values = torch.empty(columns, dtype=dtype)
-        buffer: Any = values.view(torch.uint8).numpy().data
-        num_read = os.preadv(self._descriptor, [buffer], start + row * buffer.nbytes)
-        if num_read != buffer.nbytes:
-            raise RunError(f"{self._path}: truncated; {advise(self._path.parent)}")
-        return values.to(self._dtype)
+    def _read(self, row: int, to: memoryview) -> None:
+        """Read a row of all tensors in the file, one after the other."""
+        position = 0
+        for start, row_bytes in self._tensors:
+            part = to[position : position + row_bytes]
+            if os.preadv(self._descriptor, [part], start + row * row_bytes) != row_bytes:
+                raise RunError(f"{self._path}: truncated; {advise(self._path.parent)}")
+            position += row_bytes
 
 
 _FLOATING = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
