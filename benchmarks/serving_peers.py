@@ -65,7 +65,9 @@ class Case:
     @property
     def name(self) -> str:
         """Name in the table, such as "8 at once, 8 adapters, 32 tokens"."""
-        return f"{len(self.users)} at once, {len(set(self.users))} adapters, {self.prompt_tokens} tokens"
+        adapters = len(set(self.users))
+        noun = "adapter" if adapters == 1 else "adapters"
+        return f"{len(self.users)} at once, {adapters} {noun}, {self.prompt_tokens} tokens"
 
 
 @dataclass(kw_only=True)
