@@ -203,3 +203,27 @@ def test_a_prompt_read_at_once_is_as_read_token_by_token(
         expected = network.float()(ids).logits[:, -1].double()
     error = (logits.double() - expected).norm() / expected.norm()
     assert float(error) < (1e-4 if dtype == torch.float32 else 5e-2)
+
+
+def test_parts_of_a_prompt_are_read_into_memory_for_all_of_it(library: Path) -> None:
+    """Bit for bit as the prompt at once."""
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=70, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1,
+    )  # fmt: skip
+    native = decoding.NativeNetwork(LlamaForCausalLM(config).eval(), 1)
+    ids, positions = torch.arange(45).unsqueeze(0), torch.arange(45).unsqueeze(0)
+    whole, cache = DynamicCache(), DynamicCache()
+    addresses, logits = set[int](), list[Tensor | None]()
+    with torch.inference_mode():
+        expected = native.read(ids, positions, [0], whole)
+        for start in range(0, 45, 20):
+            tokens = slice(start, start + 20)
+            part = native.part(ids[:, tokens], positions[:, tokens], cache, num_left=45 - start)
+            native._run([part])
+            addresses.add(cache.layers[0].keys.data_ptr())  # type: ignore[union-attr]
+            logits.append(part.logits)
+    assert len(addresses) == 1
+    assert logits[:-1] == [None, None]
+    assert torch.equal(logits[-1], expected)  # type: ignore[arg-type]
+    assert torch.equal(cache.layers[1].values, whole.layers[1].values)  # type: ignore[arg-type]
