@@ -28,10 +28,15 @@ def people(federate: Any) -> UserModels:
 
     @cache
     def make(
-        name: str = "comigs-1g1s", base: str = "random:llama", dtype: str = "float32", top_k: int = 2
+        name: str = "comigs-1g1s",
+        base: str = "random:llama",
+        dtype: str = "float32",
+        top_k: int = 2,
+        **changes: Any,  # of settings of adapters
     ) -> dict[str, Any]:
         method = SETTINGS.get(name, name)
-        sim = federate(method, base=base, dtype=dtype, changes={"adapters.top_k": top_k})
+        changes = {f"adapters.{key}": value for key, value in {"top_k": top_k, **changes}.items()}
+        sim = federate(method, base=base, dtype=dtype, changes=changes)
         rows, draw = sim.clients.state.rows, torch.Generator().manual_seed(1)
         noise = torch.randn(rows.shape, generator=draw, dtype=torch.float64)
         rows.add_(0.3 * noise.to(rows))

@@ -211,7 +211,7 @@ def test_rebound_native_passes_are_as_new_and_leave_the_old_ones_alone(
 def test_native_passes_read_small_parts_of_prompts_and_generate_tokens(
     people: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = people("comigs-1g1s", base="random:llama")
+    mine = people("comigs-1g1s", base="random:llama", rank=6)  # a whole block of ranks, and a part of one
     names, texts = ("ann", "bob", "cem"), (TEXTS[0], LONG * 3, LONG * 2)
     expected = [mine[name].generate(text, max_new_tokens=30) for name, text in zip(names, texts, strict=True)]
     request.getfixturevalue("native")
