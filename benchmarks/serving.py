@@ -52,7 +52,7 @@ from comingle.runs.session import build
 from comingle.serving.engine import Engine, Request
 from comingle.serving.models import StoredModels
 from comingle.serving.rows import reorder_weights
-from comingle.training.checkpoints import STATE, StoredRows, finish_checkpoint, progress_of
+from comingle.training.checkpoints import STATE, CheckpointState, finish_checkpoint, progress_of
 from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import KIND
 from comingle.training.state import initial_state
@@ -224,7 +224,7 @@ def write_adapters(folder: Path, models: Mapping[str, PersonalModel], users: int
         ranks=torch.ones(1, dtype=torch.int64),
         seed=0,
     )
-    stored = StoredRows(folder.with_name("complete"), progress, layout, like, names)
+    stored = CheckpointState(folder.with_name("complete"), progress, layout, like, names)
 
     def read(name: str) -> PersonalModel:
         rows = stored.rows_of([int(name.removeprefix("user "))])

@@ -216,11 +216,11 @@ def test_native_passes_read_small_parts_of_prompts_and_generate_tokens(
     expected = [mine[name].generate(text, max_new_tokens=30) for name, text in zip(names, texts, strict=True)]
     request.getfixturevalue("native")
     asked, sizes = Asked(engine := Engine(mine, rows=3)), list[int]()
-    native_part, read = decoding.NativeNetwork.part, engine._read
+    make_prompt_batch, read = decoding.NativeNetwork.make_prompt_batch, engine._read
     monkeypatch.setattr(
         decoding.NativeNetwork,
-        "part",
-        lambda network, ids, *rest, **more: sizes.append(ids.numel()) or native_part(network, ids, *rest, **more),
+        "make_prompt_batch",
+        lambda network, ids, *rest, **more: sizes.append(ids.numel()) or make_prompt_batch(network, ids, *rest, **more),
     )
     numbers = [asked.ask(names[0], texts[0], max_new_tokens=30)]
     engine.step()  # no other text waits for its prompt

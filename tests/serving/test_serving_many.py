@@ -64,8 +64,25 @@ def test_the_least_recently_used_adapters_are_evicted_by_bytes() -> None:
     assert cache.num_reads == 4
 
 
+def test_prefetched_adapters_that_nobody_needs_do_not_stop_others() -> None:
+    """As those of a request that was cancelled before it got a row."""
+
+    def read(name: str) -> dict[str, torch.Tensor]:
+        if name == "bob":
+            raise RunError("damaged")
+        return tree(10)
+
+    cache = AdapterCache([*NAMES, "dan"], read, max_bytes=15)
+    assert cache["ann"]
+    for name in ("bob", "cem", "dan"):  # one at a time, by the limit
+        cache.prefetch([name])
+        cache._thread.submit(int).result()  # after what was submitted before
+        assert cache.is_available(name)
+    assert list(cache._recent) == ["cem"]
+
+
 def test_memory_of_evicted_adapters_is_returned_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "RETURN_BYTES", 25)
+    monkeypatch.setattr(rows, "TRIM_BYTES", 25)
     num_evicted: list[int] = []
     cache = AdapterCache(list("abcdefgh"), lambda name: tree(10), max_bytes=20)
     monkeypatch.setattr(rows, "return_freed_memory", lambda: num_evicted.append(cache.num_reads - 2))
@@ -92,8 +109,8 @@ def test_prefetched_adapters_are_read_once_and_count() -> None:
     cache.prefetch(["bob", "cem", "dan"])  # two at a time: half of the limit
     assert cache["bob"]
     assert cache["cem"]
-    assert cache.is_loaded("cem")
-    assert not cache.is_loaded("dan")
+    assert cache.is_available("cem")
+    assert not cache.is_available("dan")
     assert read == ["ann", "bob", "cem"]
     cache["ann"] = tree(1)  # replaced: never read again
     assert cache["ann"]["a"].numel() == 1

@@ -1,6 +1,6 @@
 """Forward passes of whole language models of the Llama family without gradients, in C++ for CPUs.
 
-A pass computes a few tokens: the next one of each text, a part of a prompt, or both. The layers of PyTorch need a
+A pass computes a few tokens: each text's next token, a part of a prompt, or both. The layers of PyTorch need a
 thousand small operations for it, and each wakes the threads of a pool. The native pass, ``mixture_decode.h``, is a
 single call.
 """
@@ -71,10 +71,10 @@ class KeyValueStores(Protocol):
     stop: int
     """Position of the next token."""
     layers: list[Any]
-    """Layers, whose ``stores`` are the keys and the values ``(texts or more, heads, capacity, width)``."""
+    """Layers, whose ``stores`` are the keys and the values ``(texts or more, groups, capacity, head)``."""
 
 
-class _Layer(ctypes.Structure):
+class _LayerStruct(ctypes.Structure):
     """``struct DecodeLayer`` of mixture_decode.h."""
 
     _fields_ = (
@@ -84,24 +84,24 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Batch(ctypes.Structure):
+class _BatchStruct(ctypes.Structure):
     """``struct DecodeBatch`` of mixture_decode.h."""
 
     _fields_ = (
         *[(n, ctypes.c_int64) for n in ("rows", "share", "capacity", "stop")],
-        ("layer", ctypes.POINTER(_Layer)),
+        ("layer", ctypes.POINTER(_LayerStruct)),
         *[(n, ctypes.c_void_p) for n in ("present", "x", "cos", "sin", "starts", "logits")],
     )
 
 
-class _Decode(ctypes.Structure):
+class _DecodeStruct(ctypes.Structure):
     """``struct Decode`` of mixture_decode.h."""
 
     _fields_ = (
         *[(n, ctypes.c_int64) for n in ("batches", "layers", "width", "heads", "groups", "head")],
         *[(n, ctypes.c_int64) for n in ("hidden", "experts", "top_k", "act", "bf16", "threads")],
         *[(n, ctypes.c_float) for n in ("epsilon", "attention_scale", "scale")],
-        ("batch", ctypes.POINTER(_Batch)),
+        ("batch", ctypes.POINTER(_BatchStruct)),
         ("norm", ctypes.c_void_p),
         ("head_layer", LinearStruct),
     )
@@ -112,13 +112,13 @@ class Batch:
     """Tokens of some texts for a native pass.
 
     Args:
-        struct: Addresses and sizes for the native code.
-        inputs: Tensors that the native code reads by address.
+        struct: Addresses and sizes for the native code. The caller keeps the tensors of the cache alive.
+        inputs: What the native code reads by address: tensors, and the structs of the layers.
         logits: The logits after each text's last token, ``(texts, vocab)``, which the pass writes; None if not wanted.
     """
 
-    struct: _Batch
-    inputs: Sequence[Tensor]
+    struct: _BatchStruct
+    inputs: Sequence[object]
     logits: Tensor | None
 
 
@@ -145,8 +145,8 @@ class NativeNetwork:
         first_mlp = _Mlp(model.layers[0].mlp)
         attention = model.layers[0].self_attn
         self._dtype: torch.dtype = self._embed.weight.dtype
-        self._layers = (_Layer * len(model.layers))()
-        self._call = _Decode(
+        self._layers = (_LayerStruct * len(model.layers))()
+        self._call = _DecodeStruct(
             layers=len(model.layers),
             width=config.hidden_size,
             heads=config.num_attention_heads,
@@ -207,19 +207,22 @@ class NativeNetwork:
         ids: Int[Tensor, "texts 1"],
         positions: Int[Tensor, "texts 1"],
         cache: KeyValueStores,
-        part: Batch | None = None,
+        prompt_batch: Batch | None = None,
     ) -> Float[Tensor, "texts vocab"]:
-        """Return the logits after each text's new token, whose keys and values are written to the cache.
+        """Compute the logits after each text's new token.
+
+        Keys and values of the new tokens are written at position ``cache.stop``; the caller advances the cache.
 
         Args:
             ids: The new tokens.
             positions: Position of each in its text.
             cache: Keys and values of the earlier tokens.
-            part: Part of a prompt of another text, from :meth:`part`, which the same pass reads.
+            prompt_batch: Part of a prompt of another text, which the same pass reads; from :meth:`make_prompt_batch`
+                of native passes with that text's adapters.
         """
         stores = [layer.stores for layer in cache.layers]
-        batch = self._batch(ids, positions, stores, cache.starts, cache.stop)
-        self._run([batch] if part is None else [batch, part])
+        batch = self._make_batch(ids, positions, stores, cache.starts, cache.stop)
+        self._run([batch] if prompt_batch is None else [batch, prompt_batch])
         assert batch.logits is not None
         return batch.logits
 
@@ -240,42 +243,46 @@ class NativeNetwork:
         """
         texts, n = ids.shape
         cached = cache.get_seq_length()
-        stores = self._append(cache, texts, n)
+        stores = self._append_positions(cache, texts, n)
         most = max(1, MOST_ROWS // texts)
         logits: Tensor | None = None
         for start in range(0, n, most):
             tokens = slice(start, min(start + most, n))
             is_last = tokens.stop == n
-            batch = self._batch(ids[:, tokens], positions[:, tokens], stores, starts, cached + start, predicts=is_last)
+            batch = self._make_batch(
+                ids[:, tokens], positions[:, tokens], stores, starts, cached + start, predicts=is_last
+            )
             self._run([batch])
             logits = batch.logits
         assert logits is not None
         return logits
 
-    def part(
+    def make_prompt_batch(
         self, ids: Int[Tensor, "1 n"], positions: Int[Tensor, "1 n"], cache: DynamicCache, *, num_left: int
     ) -> Batch:
-        """Return a part of a text's prompt for a pass of :meth:`decode`, which writes the keys and values to the cache.
+        """Return a part of a text's prompt for :meth:`decode`, whose pass writes its keys and values to the cache.
 
         Args:
             ids: The tokens.
             positions: Position of each in the text.
             cache: Keys and values of the prompt's earlier tokens; those of ``ids`` are appended.
-            num_left: Number of tokens to the prompt's end, those of ``ids`` included. The pass over the last of them
-                computes the logits after it.
+            num_left: Number of tokens to the prompt's end, those of ``ids`` included. If ``ids`` are all of them, the
+                pass computes the logits after the last one.
         """
         cached = cache.get_seq_length()
-        stores = self._append(cache, 1, ids.shape[1], num_left)
-        return self._batch(ids, positions, stores, [0], cached, predicts=ids.shape[1] == num_left)
+        stores = self._append_positions(cache, 1, ids.shape[1], reserve=num_left)
+        return self._make_batch(ids, positions, stores, [0], cached, predicts=ids.shape[1] == num_left)
 
-    def _append(self, cache: DynamicCache, texts: int, n: int, room: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Append ``n`` positions, which a pass writes, to a cache; return each layer's keys and values.
+    def _append_positions(
+        self, cache: DynamicCache, texts: int, n: int, reserve: int = 0
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Append ``n`` positions to a cache, whose content a pass writes; return each layer's keys and values.
 
         Args:
             cache: The cache; its tensors are not in use elsewhere.
             texts: Number of texts.
             n: Number of positions.
-            room: Number of positions for which memory is allocated, if there is not enough for ``n``.
+            reserve: Positions to allocate where new memory is needed; at least ``n`` are allocated.
         """
         groups, head, is_empty = self._call.groups, self._call.head, not cache.get_seq_length()
         layers: list[Any] = cache.layers
@@ -285,11 +292,13 @@ class NativeNetwork:
                 nothing = torch.empty(texts, groups, 0, head, dtype=self._dtype)
                 cache.update(nothing, nothing, i)  # creates the layer
             layer = layers[i]
-            layer.keys, layer.values = (_extended(states, n, room) for states in (layer.keys, layer.values))
+            layer.keys, layer.values = (
+                _with_more_positions(states, n, reserve) for states in (layer.keys, layer.values)
+            )
             stores.append((layer.keys, layer.values))
         return stores
 
-    def _batch(
+    def _make_batch(
         self,
         ids: Int[Tensor, "texts n"],
         positions: Int[Tensor, "texts n"],
@@ -315,14 +324,15 @@ class NativeNetwork:
         cos, sin = (t.contiguous() for t in self._rotary(x, positions))  # (texts, n, head)
         first_positions = torch.tensor(starts)
         logits = x.new_empty(texts, self._call.head_layer.d_out) if predicts else None
-        for struct, (keys, values) in zip(self._layers, stores, strict=True):
+        layers = type(self._layers).from_buffer_copy(self._layers)
+        for struct, (keys, values) in zip(layers, stores, strict=True):
             struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
-        batch = _Batch(
+        batch = _BatchStruct(
             rows=texts * n,
             share=n,
             capacity=_capacity(stores[0][0]),
             stop=stop,
-            layer=self._layers,
+            layer=layers,
             present=self._present,
             x=x.data_ptr(),
             cos=cos.data_ptr(),
@@ -330,35 +340,35 @@ class NativeNetwork:
             starts=first_positions.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
         )
-        return Batch(struct=batch, inputs=(x, cos, sin, first_positions), logits=logits)
+        return Batch(struct=batch, inputs=(x, cos, sin, first_positions, layers), logits=logits)
 
     def _run(self, batches: Sequence[Batch]) -> None:
         """Run a native pass over all tokens of batches, which writes their logits, keys and values."""
-        structs = (_Batch * len(batches))(*(batch.struct for batch in batches))
+        structs = (_BatchStruct * len(batches))(*(batch.struct for batch in batches))
         self._call.batches, self._call.batch = len(batches), structs
         self._call.threads = torch.get_num_threads()
         self._library.decode_step(ctypes.byref(self._call))
 
 
 def _capacity(states: Float[Tensor, "texts groups positions head"]) -> int:
-    """Return the number of positions for which keys or values have memory."""
+    """Return how many positions the memory of keys or values has; not of empty ones, whose strides say 1."""
     return states.stride(1) // states.shape[3]
 
 
-def _extended(
-    states: Float[Tensor, "texts groups positions head"], n: int, room: int
-) -> Float[Tensor, "texts groups more head"]:
+def _with_more_positions(
+    states: Float[Tensor, "texts groups positions head"], n: int, reserve: int
+) -> Float[Tensor, "texts groups extended head"]:
     """Return keys or values with ``n`` more positions, whose content is undefined; in the same memory if they fit.
 
     Args:
         states: Keys or values.
         n: Number of positions to append.
-        room: Number of positions to append for which memory is allocated if they do not fit.
+        reserve: Positions to allocate after the present ones if the new ones do not fit; at least ``n``.
     """
     texts, groups, cached, head = states.shape
     if cached and cached + n <= _capacity(states):
         return states.as_strided((texts, groups, cached + n, head), states.stride())
-    store = states.new_empty(texts, groups, cached + max(n, room), head)
+    store = states.new_empty(texts, groups, cached + max(n, reserve), head)
     store[:, :, :cached] = states
     return store[:, :, : cached + n]
 

@@ -47,7 +47,7 @@ from comingle.runs.session import (
     run_in,
     warn_unread,
 )
-from comingle.training.checkpoints import Progress, StoredRows, newest_checkpoint
+from comingle.training.checkpoints import CheckpointState, Progress, newest_checkpoint
 from comingle.training.client import STORES, Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import Kind, RunData, kind_of, lazy_user
@@ -375,7 +375,7 @@ def _load(folder: Path, given: Given, method: AnyMethod | None, *, on_demand: bo
                 check_names(newest, progress.trainers, clients.population_names)
                 if progress.round < metrics["rounds"]:  # else it may be newer, of a run that goes on
                     _check_round(folder, metrics, progress)
-                clients.state = StoredRows(newest, progress, clients.model.layout, clients.state, clients.names)
+                clients.state = CheckpointState(newest, progress, clients.model.layout, clients.state, clients.names)
             elif federation.clients.method.trains:
                 progress = federation.restore(folder, recipe.fingerprint)
                 _check_round(folder, metrics, progress)  # the checkpoint may be older than the metrics

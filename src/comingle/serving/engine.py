@@ -51,6 +51,20 @@ from comingle.serving.rows import (
 )
 from comingle.utils.errors import ComingleError, DataError, require_user
 
+logger = logging.getLogger("comingle")
+
+PROMPT_TOKENS = {"cpu": 128}
+"""Largest number of prompt tokens, with padding, that a step reads while texts are being generated, by device."""
+PROMPT_TOKENS_ELSEWHERE = 2048
+"""The same number for devices that are not in :data:`PROMPT_TOKENS`."""
+NATIVE_PART_TOKENS = 32
+"""The same number with native passes, which read small parts of prompts as fast as large ones."""
+IDLE_PROMPT_TOKENS = 512
+"""Smallest number of prompt tokens that a step may read while no text is being generated."""
+NATIVE_PROMPT_TOKENS = 64
+"""Most prompt tokens, with padding, of a step without other texts that native passes read; PyTorch reads more of them
+about as fast, or faster with special instructions. Native passes read any number if the base's weights are packed."""
+
 
 class TooLongError(DataError):
     """Prompt and new tokens exceed the base's context length."""
@@ -205,20 +219,6 @@ class Detokenizer:
         return self.text[start : self.num_returned]
 
 
-logger = logging.getLogger("comingle")
-
-PROMPT_TOKENS = {"cpu": 128}
-"""Largest number of prompt tokens, with padding, that a step reads while texts are being generated, by device."""
-NATIVE_PART_TOKENS = 32
-"""The same with native passes, which read small parts of prompts as fast as large ones."""
-PROMPT_TOKENS_ELSEWHERE = 2048
-"""The same for other devices."""
-IDLE_PROMPT_TOKENS = 512
-"""Smallest number of prompt tokens that a step may read while no text is being generated."""
-
-NATIVE_PROMPT_TOKENS = 64
-"""Largest number of prompt tokens, with padding, of a native pass; PyTorch is faster with more, unless packed."""
-
 Finish = Literal["stop", "length"]
 
 
@@ -294,21 +294,6 @@ class _Row:
     native: decoding.NativeNetwork | None = None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Part:
-    """A part of a prompt that is read in several steps.
-
-    Args:
-        row: The row of the prompt.
-        ids: The part's tokens.
-        positions: Their positions in the prompt.
-    """
-
-    row: _Row
-    ids: Int[Tensor, "1 n"]
-    positions: Int[Tensor, "1 n"]
-
-
 class Engine:
     """Generates texts with the users' models, one text per row of a batch; all models share one base."""
 
@@ -358,10 +343,10 @@ class Engine:
         self._takes_position_ids = "position_ids" in forward_arguments
         self._all_rows_bound = False  # whether the network uses the adapters of all active rows
         self._native: decoding.NativeNetwork | None = None  # None if native code does not support the network
-        self._any_native: decoding.NativeNetwork | None = None  # with any adapters, to make others from it
+        self._native_template: decoding.NativeNetwork | None = None  # with any adapters, to make others from it
         self._rows_changed = True  # whether rows were added or freed since `_native` was made
 
-    # ------------------------------------------------------------ asked from outside
+    # ------------------------------------------------------------ public interface
 
     def engine_of(self, name: str) -> Engine:
         """Return the engine of a user's model, this one; see :class:`comingle.serving.models.EnginePool`."""
@@ -460,9 +445,9 @@ class Engine:
             self.reading = None
         # The cache grows with every token, so compiled code would be compiled again in each step.
         with without_compiling(), padded_attention(self.network):
-            part = self._read_prompts()
+            prompt_batch = self._read_prompts()
             if self.active:
-                self._decode(part)
+                self._decode(prompt_batch)
 
     def fail_all(self, error: Exception) -> None:
         """End all active and waiting requests with an error, and free all rows."""
@@ -494,13 +479,14 @@ class Engine:
 
     # ------------------------------------------------------------ a step
 
-    def _read_prompts(self) -> _Part | None:
-        """Read the prompts of waiting requests in one forward pass, and generate the first token of each.
+    def _read_prompts(self) -> decoding.Batch | None:
+        """Read prompts of waiting requests in one forward pass and generate their first tokens, or read a part of one.
 
-        A prompt that is longer than a step may read is read in parts. Every other step reads shorter prompts meanwhile.
+        Prompts that are longer than a step may read are read in parts, in every other step; the steps between read
+        shorter prompts.
 
         Returns:
-            The part of a long prompt that is to be read together with the next token of every row.
+            The part of a prompt that the native pass of :meth:`_decode` is to read; else None.
         """
         most = self.prompt_tokens or self._default_prompt_tokens()
         if not self.active:
@@ -525,8 +511,8 @@ class Engine:
     def _take_waiting(self, most: int) -> list[_Row]:
         """Remove from the queue the requests whose prompts the next forward pass reads, and return their rows.
 
-        It takes as many as there are free rows and as fit into ``most`` after padding. If the first request's prompt is
-        longer and no other one is being read in parts, the request is assigned to ``reading``.
+        It takes as many as there are free rows and as fit into ``most`` after padding. If a prompt is longer, and no
+        other was taken or is being read in parts, its request is assigned to ``reading``.
 
         Args:
             most: Largest number of tokens, with padding and without cached prefixes.
@@ -536,8 +522,8 @@ class Engine:
         for request in self._next_waiting():
             if len(taken) == self.num_free_rows:
                 break
-            is_needed_now = not self.num_running and not taken
-            if not (is_needed_now or self.row_adapters.user_tensors.is_loaded(request.name)):
+            is_idle = not self.num_running and not taken
+            if not (is_idle or self.row_adapters.user_tensors.is_available(request.name)):
                 continue
             prefix = self.prefixes.find(request.name, request.prompt)
             num_unread = len(request.prompt) - len(prefix) * BLOCK_TOKENS
@@ -653,51 +639,48 @@ class Engine:
             self._keep_prefix(row, cache, index)
         self._sample_tokens(first_new_row, logits)
 
-    def _read_part(self, row: _Row, most: int) -> _Part | None:
-        """Read the next part of a long prompt, unless native code can read it in the pass that generates tokens.
+    def _read_part(self, row: _Row, most: int) -> decoding.Batch | None:
+        """Read the next part of a long prompt now, or return it if the pass that generates tokens can read it.
 
         Args:
             row: The row, which is not in the batch yet.
             most: Largest number of tokens to read.
-
-        Returns:
-            The part if it was not read yet.
         """
         if not row.num_read:
             row.num_read = row.cached_tokens = len(row.prefix) * BLOCK_TOKENS
             row.prompt_cache = prefilled_cache([row.prefix], [row.num_read])
         prompt = row.request.prompt
         tokens = slice(row.num_read, min(row.num_read + most, len(prompt)))
-        part = _Part(
-            row=row, ids=torch.tensor([prompt[tokens]]), positions=torch.arange(len(prompt))[tokens].unsqueeze(0)
-        )
-        fits_into_pass = part.ids.numel() + len(self.active) <= MOST_ROWS
-        if self.active and fits_into_pass and self._native_rows() is not None:
+        ids, positions = torch.tensor([prompt[tokens]]), torch.arange(tokens.start, tokens.stop).unsqueeze(0)
+        fits_into_pass = ids.numel() + len(self.active) <= MOST_ROWS
+        if self.active and fits_into_pass and self._native_for_rows() is not None:
             if row.native is None:
                 self._bind_reading()
                 row.native = self._make_native(1)
-            if row.native is not None:
-                return part
+            if row.native is not None:  # native code may have been disabled since it was made for the other rows
+                num_left = len(prompt) - row.num_read
+                return row.native.make_prompt_batch(ids, positions, row.prompt_cache, num_left=num_left)
         self._bind_reading()
         mask = torch.ones(1, tokens.stop, dtype=torch.bool)
-        self._finish_part(part, self._read(part.ids, mask, part.positions, row.prompt_cache))
+        self._finish_part(row, ids.numel(), self._read(ids, mask, positions, row.prompt_cache))
         return None
 
     def _bind_reading(self) -> None:
         """Make the network use the adapters of the text whose prompt is read in several steps."""
-        reading_row = self.cache.max_rows - 1  # of the adapters; it has no other text, as a row is kept free
-        self.row_adapters.bind(slice(reading_row, reading_row + 1))
+        last_row = self.cache.max_rows - 1  # of the adapters; `num_free_rows` keeps it free of other texts
+        self.row_adapters.bind(slice(last_row, last_row + 1))
         self._all_rows_bound = False
 
-    def _finish_part(self, part: _Part, logits: Float[Tensor, "1 vocab"] | None) -> None:
-        """Note that a part of a long prompt was read; after the last, add the text to the batch with its first token.
+    def _finish_part(self, row: _Row, num_tokens: int, logits: Float[Tensor, "1 vocab"] | None) -> None:
+        """Advance a long prompt past a part; after its last part, add the text to the batch with its first token.
 
         Args:
-            part: The part.
+            row: The row of the prompt.
+            num_tokens: Number of tokens of the part.
             logits: Logits after the part; None if it is not the last.
         """
-        row, prompt = part.row, part.row.request.prompt
-        row.num_read += part.ids.numel()
+        prompt = row.request.prompt
+        row.num_read += num_tokens
         if row.num_read < len(prompt):
             return
         assert logits is not None
@@ -728,18 +711,17 @@ class Engine:
         layers = [(layer.keys[text], layer.values[text]) for layer in cache_layers]
         self.prefixes.add(row.request.name, row.version, prompt, layers)
 
-    def _decode(self, part: _Part | None) -> None:
+    def _decode(self, prompt_batch: decoding.Batch | None) -> None:
         """Generate a token for every row, in one forward pass.
 
         Args:
-            part: Part of a long prompt that the same pass reads.
+            prompt_batch: Part of the long prompt, which the same pass reads.
         """
-        native = self._native_rows()
+        native = self._native_for_rows()
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
         position_ids = self.cache.lengths().unsqueeze(1)  # (rows, 1): one new token per row
-        batch = None if part is None else self._native_part(part)
         if native is not None:
-            logits = native.decode(ids, position_ids, self.cache, batch)
+            logits = native.decode(ids, position_ids, self.cache, prompt_batch)
         else:
             if not self._all_rows_bound:
                 self.row_adapters.bind(slice(0, len(self.active)))
@@ -747,13 +729,14 @@ class Engine:
             logits = self._forward(ids, self.cache.mask(), position_ids, self.cache)
         self.cache.advance()
         self._sample_tokens(0, logits)
-        if part is not None and batch is not None:
-            self._finish_part(part, batch.logits)
+        if prompt_batch is not None:
+            assert self.reading is not None
+            self._finish_part(self.reading, prompt_batch.struct.rows, prompt_batch.logits)
 
-    def _native_rows(self) -> decoding.NativeNetwork | None:
+    def _native_for_rows(self) -> decoding.NativeNetwork | None:
         """Return native passes with the adapters of all rows; None if native code does not support them.
 
-        They keep the addresses of their rows' adapters, whichever rows were bound since.
+        They stay valid when other rows are bound, until rows are added or freed.
         """
         if self._rows_changed:
             self.row_adapters.bind(slice(0, len(self.active)))
@@ -761,14 +744,6 @@ class Engine:
             self._native = self._make_native(len(self.active))
             self._rows_changed = False
         return self._native
-
-    @staticmethod
-    def _native_part(part: _Part) -> decoding.Batch:
-        """Return a part of a long prompt for a native pass."""
-        row = part.row
-        assert row.native is not None
-        num_left = len(row.request.prompt) - row.num_read
-        return row.native.part(part.ids, part.positions, row.prompt_cache, num_left=num_left)
 
     def _read(
         self,
@@ -801,11 +776,11 @@ class Engine:
         """
         if texts > MOST_ROWS or self.row_adapters.mixes_predictions or not decoding.is_enabled():
             return None
-        if self._any_native is not None:
-            return self._any_native.rebind(texts)
+        if self._native_template is not None:
+            return self._native_template.rebind(texts)
         if decoding.supports(self.network):
-            self._any_native = decoding.NativeNetwork(self.network, texts)
-        return self._any_native
+            self._native_template = decoding.NativeNetwork(self.network, texts)
+        return self._native_template
 
     def _forward(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
         """Return the logits after each row's last token; the network appends keys and values to the cache.

@@ -365,8 +365,8 @@ def prefilled_cache(prefixes: Sequence[Sequence[PrefixBlock]], lengths: Sequence
     return cache
 
 
-RETURN_BYTES = 64 << 20
-"""Size of evicted adapters after which freed memory is returned to the system: the allocator keeps it in pieces."""
+TRIM_BYTES = 64 << 20
+"""Evicted bytes after which malloc's free memory is returned to the system."""
 
 
 class AdapterCache(MutableMapping[str, Tree]):
@@ -388,7 +388,7 @@ class AdapterCache(MutableMapping[str, Tree]):
         """Size of the adapters in memory that may be evicted."""
         self.num_reads = 0
         """Number of times that a user's adapters were read."""
-        self._unreturned_bytes = 0  # of evicted adapters, since freed memory was last returned to the system
+        self._untrimmed_bytes = 0  # evicted since free memory was last returned to the system
         self._given: dict[str, Tree] = {}  # never evicted
         self._recent: OrderedDict[str, Tree] = OrderedDict()  # least recently used first
         self._reading: dict[str, Future[Tree]] = {}
@@ -423,8 +423,8 @@ class AdapterCache(MutableMapping[str, Tree]):
     def __contains__(self, name: object) -> bool:
         return name in self._given or name in self.names
 
-    def is_loaded(self, name: str) -> bool:
-        """Return whether a user's adapters are in memory, or always if there is no limit."""
+    def is_available(self, name: str) -> bool:
+        """Return whether a user's adapters can be used without waiting for the disk; always True without a limit."""
         if self.max_bytes is None or name in self._given or name in self._recent:
             return True
         return name in self._reading and self._reading[name].done()
@@ -437,11 +437,16 @@ class AdapterCache(MutableMapping[str, Tree]):
         """
         if self.max_bytes is None:
             return
+        names = list(names)
+        for name in [name for name, future in self._reading.items() if future.done() and name not in names]:
+            future = self._reading.pop(name)  # of a request that was cancelled, or that another engine has
+            if future.exception() is None:
+                self._keep(name, future.result())
         most = max(1, self.max_bytes // max(1, 2 * self._bytes_per_user))
         for name in names:
             if len(self._reading) >= most:
                 break
-            if not self.is_loaded(name) and name not in self._reading:
+            if not self.is_available(name) and name not in self._reading:
                 self._reading[name] = self._thread.submit(self._read, name)
         self._evict()
 
@@ -466,11 +471,11 @@ class AdapterCache(MutableMapping[str, Tree]):
             _name, evicted = self._recent.popitem(last=False)
             num_bytes = _num_bytes(evicted)
             self.num_bytes -= num_bytes
-            self._unreturned_bytes += num_bytes
+            self._untrimmed_bytes += num_bytes
             del evicted
-        if self._unreturned_bytes >= RETURN_BYTES:
+        if self._untrimmed_bytes >= TRIM_BYTES:
             return_freed_memory()
-            self._unreturned_bytes = 0
+            self._untrimmed_bytes = 0
 
     def _forget(self, name: str) -> None:
         """Drop what was read of a user, and what is being read."""
@@ -507,7 +512,7 @@ class Rows(ABC):
 
         def read(name: str) -> Tree:
             personal = models[name]
-            self.user_indices[name] = personal.row
+            self.user_indices.setdefault(name, personal.row)  # `replace` may have set it in the meantime
             return self._adapters_of(personal)
 
         self.user_tensors = AdapterCache(models.keys(), read, cache_bytes)

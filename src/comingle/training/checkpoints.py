@@ -455,16 +455,16 @@ def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor
     return layout.views(state.rows_of([row]))
 
 
-class StoredRows(State):
-    """Users' parameters in a checkpoint of a run in memory, each read from the file when it is needed.
+class CheckpointState(State):
+    """State of a finished run whose parameters stay in the checkpoint file, from which :meth:`rows_of` reads them.
 
-    They can be neither trained nor written; :meth:`rows_of` returns those of the best round if the run selects it.
+    They can be neither trained nor written. If the run selects the best round, they are those of that round.
     """
 
     in_memory = False
 
     def __init__(self, folder: Path, progress: Progress, layout: Layout, like: State, names: Sequence[str]) -> None:
-        """Read where the parameters are, after checking the checksums.
+        """Check the file, and find each parameter's offset in it.
 
         Args:
             folder: Folder of the checkpoint, written by one process.
@@ -499,9 +499,11 @@ class StoredRows(State):
             self._tensors.append((8 + header_size + entry["data_offsets"][0], columns * dtype.itemsize))
             dtypes.add(dtype)
             num_copies = num_rows // len(progress.trainers)
+        if len(dtypes) > 1:
+            raise RunError(f"{self._path}: got parameters of several dtypes: {dtypes}; allowed: one")
         self._stored_dtype = dtypes.pop()
         num_bytes = sum(row_bytes for _start, row_bytes in self._tensors)
-        if dtypes or num_bytes != layout.columns * self._stored_dtype.itemsize:
+        if num_bytes != layout.columns * self._stored_dtype.itemsize:
             raise RunError(f"{self._path}: has parameters of other shapes than this recipe")
         self._row_in_file = rows_of_names(progress.trainers, names, num_copies)
 

@@ -219,7 +219,7 @@ def test_parts_of_a_prompt_are_read_into_memory_for_all_of_it(library: Path) -> 
         expected = native.read(ids, positions, [0], whole)
         for start in range(0, 45, 20):
             tokens = slice(start, start + 20)
-            part = native.part(ids[:, tokens], positions[:, tokens], cache, num_left=45 - start)
+            part = native.make_prompt_batch(ids[:, tokens], positions[:, tokens], cache, num_left=45 - start)
             native._run([part])
             addresses.add(cache.layers[0].keys.data_ptr())  # type: ignore[union-attr]
             logits.append(part.logits)
