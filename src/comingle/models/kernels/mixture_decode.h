@@ -1,6 +1,6 @@
-// A forward pass of a whole language model of the Llama family for a few rows. They are those of one or several batches,
-// such as texts that get their next token and a text of whose prompt a part is read; so weights are read once for all.
-// Texts have adapters of their own.
+// A forward pass of a whole language model of the Llama family over the rows of one or several batches, such as the next
+// tokens of all texts and a part of another text's prompt. Each weight is read once for all rows. Each text has adapters of
+// its own.
 //
 //     x = embedding                                                     (rows, width), from the caller
 //     per layer    n = norm(x)     q, k, v = W n + b + B (s A n)        then rotate q and k; cache k and v
@@ -147,26 +147,23 @@ struct DecodeStep {
 #endif
     using Linear = RowsLinear DecodeLayer::*;
 
-    // A row of a batch: token `token` of text `text`.
-    struct Place {
+    // Row `row` of a batch: token `token` of text `text`.
+    struct RowRef {
         const DecodeBatch& batch;
         int64_t row, text, token;
     };
 
     const Decode& m;
-    const int64_t num_rows, predicted;  // rows, and texts with logits
-    const Rows shape, last_shape;    // only `rows`, which the functions of Step read
-    const Step<S> rows, last_rows;
-    Buffer<float> x, qkv, attended, z, logits, gates, h, mixed;
+    const int64_t num_rows, num_predicted;  // rows, and texts whose logits are wanted
+    Buffer<float> x, qkv, attended, z, router_logits, gates, h, mixed;
     mutable Team team;
 
     explicit DecodeStep(const Decode& m)
         : m(m), num_rows(sum([](const DecodeBatch& b) { return b.rows; })),
-          predicted(sum([](const DecodeBatch& b) { return b.logits ? b.rows / b.share : 0; })), shape(shape_of(num_rows)),
-          last_shape(shape_of(predicted)), rows{shape}, last_rows{last_shape}, x(num_rows * m.width),
+          num_predicted(sum([](const DecodeBatch& b) { return b.logits ? b.rows / b.share : 0; })), x(num_rows * m.width),
           qkv(num_rows * (m.heads + 2 * m.groups) * m.head), attended(num_rows * m.heads * m.head), z(num_rows * most_ranks()),
-          logits(num_rows * m.experts), gates(num_rows * m.experts), h(num_rows * m.experts * m.hidden), mixed(num_rows * m.hidden),
-          team(m.threads) {
+          router_logits(num_rows * m.experts), gates(num_rows * m.experts), h(num_rows * m.experts * m.hidden),
+          mixed(num_rows * m.hidden), team(m.threads) {
         float* to = x + 0;
         for (int64_t i = 0; i < m.batches; ++i) to = std::copy_n(m.batch[i].x, m.batch[i].rows * m.width, to);
     }
@@ -178,17 +175,13 @@ struct DecodeStep {
         return total;
     }
 
-    Rows shape_of(int64_t rows) const {
-        return {rows, 1, m.experts, 2, m.act, m.bf16, m.threads, m.scale, {}, {}, nullptr, nullptr, nullptr};
-    }
-
-    Place place(int64_t row) const {
+    RowRef place(int64_t row) const {
         const DecodeBatch* b = m.batch;
         for (; row >= b->rows; ++b) row -= b->rows;
         return {*b, row, row / b->share, row % b->share};
     }
 
-    // The ranks of the factors A that read the same input, added up.
+    // Largest sum of the ranks of linears that read the same input.
     int64_t most_ranks() const {
         int64_t most = 1;
         for (int64_t i = 0; i < m.layers; ++i) {
@@ -216,30 +209,31 @@ struct DecodeStep {
         }
     }
 
-    // z = s A in for several linears with the same input; the products of a linear follow those of the one before. Row r
-    // of `in` has `sets` inputs, each for an equal share of the ranks. A task is up to AT_ONCE ranks of a row.
+    // z_i(r, k) = scale A_i(k) . in(r) for linears i with the same input, as blocks (num_rows, ranks_i) one after another in
+    // `z`. `in` is (num_rows, sets, d_in): one set, or for `down` one of each expert, with an equal share of the ranks. A
+    // task is up to AT_ONCE ranks of one row and set.
     template <size_t N>
-    void thin(int64_t layer, const Linear (&linears)[N], const float* in, int64_t sets) const {
-        constexpr int AT_ONCE = ALONE / 2;  // enough to hide the latency of additions
-        int64_t from[N + 1] = {}, offset[N + 1] = {}, tasks[N] = {};  // tasks of a linear's row and set
+    void lora_down(int64_t layer, const Linear (&linears)[N], const float* in, int64_t sets) const {
+        constexpr int AT_ONCE = ALONE / 2;  // more would leave threads without a task where there is one row
+        int64_t first_task[N + 1] = {}, z_offset[N + 1] = {}, tasks_per_input[N] = {};
         for (size_t i = 0; i < N; ++i) {
             const int64_t ranks = (m.batch->layer[layer].*linears[i]).ranks;
-            tasks[i] = (ranks / sets + AT_ONCE - 1) / AT_ONCE;
-            from[i + 1] = from[i] + num_rows * sets * tasks[i];
-            offset[i + 1] = offset[i] + num_rows * ranks;
+            tasks_per_input[i] = (ranks / sets + AT_ONCE - 1) / AT_ONCE;
+            first_task[i + 1] = first_task[i] + num_rows * sets * tasks_per_input[i];
+            z_offset[i + 1] = z_offset[i] + num_rows * ranks;
         }
-        if (from[N] == 0) return;
-        team.each(from[N], [&](int64_t task) {
+        if (first_task[N] == 0) return;
+        team.each(first_task[N], [&](int64_t task) {
             size_t i = 0;
-            while (task >= from[i + 1]) ++i;
-            task -= from[i];
-            const int64_t input = task / tasks[i], r = input / sets;  // `sets` inputs of each row
-            const Place at = place(r);
+            while (task >= first_task[i + 1]) ++i;
+            task -= first_task[i];
+            const int64_t input = task / tasks_per_input[i], r = input / sets;  // `sets` inputs of each row
+            const RowRef at = place(r);
             const RowsLinear& l = at.batch.layer[layer].*linears[i];
-            const int64_t share = l.ranks / sets, first = task % tasks[i] * AT_ONCE, k = input % sets * share + first;
+            const int64_t share = l.ranks / sets, first = task % tasks_per_input[i] * AT_ONCE, k = input % sets * share + first;
             const int64_t count = std::min<int64_t>(AT_ONCE, share - first);
             const S* a = (const S*)l.a + (at.text * l.ranks + k) * l.d_in;
-            float* to = z + offset[i] + r * l.ranks + k;
+            float* to = z + z_offset[i] + r * l.ranks + k;
             if (count == AT_ONCE)
                 dots<1, AT_ONCE>(in + input * l.d_in, a, l.d_in, to);
             else
@@ -248,37 +242,40 @@ struct DecodeStep {
         });
     }
 
-    // Input of products. Packed weights read it rounded, dot products of bfloat16 as bfloat16; every thread rounds all rows.
-    struct Read {
+    // Input of products in the form that the weights need: integers for packed weights (more of them if `fine`, see
+    // mixture_packed.h), bfloat16 for dot products of bfloat16, else `x`. Every thread converts all rows.
+    struct ProductInput {
         const float* x;
         bool fine;
-        Input rounded;
-        Buffer<uint16_t> narrow;
+        Input packed;
+        Buffer<uint16_t> bf16;
     };
-    void round(Read& in, const float* x, const RowsLinear& reader, int64_t count, bool fine) const {
+    void prepare(ProductInput& in, const float* x, const RowsLinear& reader, int64_t count, bool fine) const {
         in.x = x, in.fine = fine;
-        for (int64_t r = 0; reader.scales && r < count; ++r) in.rounded.fill(r, x + r * reader.d_in, reader.d_in, fine);
+        for (int64_t r = 0; reader.scales && r < count; ++r) in.packed.fill(r, x + r * reader.d_in, reader.d_in, fine);
         const int64_t size = count * reader.d_in;
         for (int64_t i = 0; DOTS && !reader.scales && i < size; i += LANES)
-            store_upto(in.narrow + i, load_upto(x + i, size - i), size - i);
+            store_upto(in.bf16 + i, load_upto(x + i, size - i), size - i);
     }
 
-    // Some outputs of W in + b for the rows of `some`.
-    void product(const Step<S>& some, const RowsLinear& l, const Read& in, int64_t column, int64_t columns, float* base) const {
-        if (!l.scales && DOTS) return some.chunk(l, in.narrow + 0, column, columns, base);
-        if (!l.scales) return some.chunk(l, in.x, column, columns, base);
-        packed_product(l, in.rounded, in.fine, 0, some.m.rows, column, columns, base, base + some.m.rows * CHUNK);
-        if (l.bias) some.add_bias(l, column, columns, base);
+    // Some outputs of W in + b for the first `rows` rows.
+    void product(int64_t rows, const RowsLinear& l, const ProductInput& in, int64_t column, int64_t columns, float* base) const {
+        const Products<S> products{rows};
+        if (!l.scales && DOTS) return products.chunk(l, in.bf16 + 0, column, columns, base);
+        if (!l.scales) return products.chunk(l, in.x, column, columns, base);
+        packed_product(l, in.packed, in.fine, 0, rows, column, columns, base, base + rows * CHUNK);
+        if (l.bias) products.add_bias(l, column, columns, base);
     }
 
-    // Calls `use(r, column, columns, v)` with vectors of W in + b + B z, for all rows and the columns of one chunk.
+    // Calls `use(r, column, left, v)` for all rows and vectors of outputs of one chunk: v has the outputs of W in + b + B z
+    // from `column` on, of which `left` exist.
     template <class Use>
-    void chunk(int64_t layer, Linear linear, const Read& in, const float* z, int64_t number, float* base, Use use) const {
+    void chunk(int64_t layer, Linear linear, const ProductInput& in, const float* z, int64_t number, float* base, Use use) const {
         const RowsLinear& shared = m.batch->layer[layer].*linear;
-        const int64_t column = number * outputs(shared), columns = std::min(outputs(shared), shared.d_out - column);
-        product(rows, shared, in, column, columns, base);
+        const int64_t column = number * chunk_width(shared), columns = std::min(chunk_width(shared), shared.d_out - column);
+        product(num_rows, shared, in, column, columns, base);
         for (int64_t r = 0; r < num_rows; ++r) {
-            const Place at = place(r);
+            const RowRef at = place(r);
             const RowsLinear& l = at.batch.layer[layer].*linear;
             for (int64_t c = 0; c < columns; c += LANES) {
                 const V v = load(base + r * CHUNK + c);
@@ -286,13 +283,14 @@ struct DecodeStep {
             }
         }
     }
-    // Outputs of a chunk: few, so that threads get equal shares.
-    static int64_t outputs(const RowsLinear& l) { return l.turned ? CHUNK : CHUNK / 2; }
-    static int64_t chunks(const RowsLinear& l) { return (l.d_out + outputs(l) - 1) / outputs(l); }
+    // Outputs of a chunk: few, so that threads get equal shares; a whole one where weights lie transposed, since only whole
+    // chunks of these are summed as vectors.
+    static int64_t chunk_width(const RowsLinear& l) { return l.turned ? CHUNK : CHUNK / 2; }
+    static int64_t num_chunks(const RowsLinear& l) { return (l.d_out + chunk_width(l) - 1) / chunk_width(l); }
 
     // Adds the output of a linear to the residual stream.
-    void add_output(int64_t layer, Linear linear, const Read& in, float* base) const {
-        team.each(chunks(m.batch->layer[layer].*linear), [&](int64_t number) {
+    void add_output(int64_t layer, Linear linear, const ProductInput& in, float* base) const {
+        team.each(num_chunks(m.batch->layer[layer].*linear), [&](int64_t number) {
             chunk(layer, linear, in, z + 0, number, base, [&](int64_t r, int64_t column, int64_t columns, V v) {
                 float* to = x + r * m.width + column;
                 store_upto(to, load_upto(to, columns) + v, columns);
@@ -300,16 +298,17 @@ struct DecodeStep {
         });
     }
 
-    void project(int64_t layer, const Read& in, float* base) const {
+    // The queries, keys and values of all rows, (num_rows, heads + 2 groups, head).
+    void project(int64_t layer, const ProductInput& in, float* base) const {
         const Linear linears[] = {&DecodeLayer::q, &DecodeLayer::k, &DecodeLayer::v};
-        thin(layer, linears, in.x, 1);
+        lora_down(layer, linears, in.x, 1);
         const DecodeLayer& l = m.batch->layer[layer];
         const int64_t width = (m.heads + 2 * m.groups) * m.head;
-        team.each(chunks(l.q) + chunks(l.k) + chunks(l.v), [&](int64_t number) {
+        team.each(num_chunks(l.q) + num_chunks(l.k) + num_chunks(l.v), [&](int64_t number) {
             int64_t to = 0, ranks = 0;
             size_t i = 0;
-            for (; number >= chunks(l.*linears[i]); ++i) {
-                number -= chunks(l.*linears[i]);
+            for (; number >= num_chunks(l.*linears[i]); ++i) {
+                number -= num_chunks(l.*linears[i]);
                 to += (l.*linears[i]).d_out;
                 ranks += num_rows * (l.*linears[i]).ranks;
             }
@@ -320,7 +319,7 @@ struct DecodeStep {
     }
 
     // Rotates a head by the row's position: (a, b) -> (a cos - b sin, b cos + a sin) with the halves a and b.
-    void rotate(float* head, const Place& at) const {
+    void rotate(float* head, const RowRef& at) const {
         const int64_t half = m.head / 2;
         const float *cos = at.batch.cos + at.row * m.head, *sin = at.batch.sin + at.row * m.head;
         for (int64_t i = 0; i < half; ++i) {
@@ -335,7 +334,7 @@ struct DecodeStep {
         const int64_t per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head;
         team.each(num_rows * m.groups, [&](int64_t task) {
             const int64_t r = task / m.groups, g = task % m.groups;
-            const Place at = place(r);
+            const RowRef at = place(r);
             const DecodeLayer& l = at.batch.layer[layer];
             float *q = qkv + r * width + g * per_group * m.head, *k = qkv + r * width + (m.heads + g) * m.head;
             const float* v = k + m.groups * m.head;
@@ -350,7 +349,8 @@ struct DecodeStep {
         });
     }
 
-    // Heads with the same keys are computed together, as many as still give all threads something to do.
+    // A task is up to HEADS query heads of a row that share keys; a single one if there would be fewer than 8 tasks per
+    // thread.
     void attend(int64_t layer, float* scores) const {
         const int64_t per_group = m.heads / m.groups, most = num_rows * m.groups < 8 * m.threads ? 1 : HEADS;
         const int64_t parts = (per_group + most - 1) / most;
@@ -373,9 +373,10 @@ struct DecodeStep {
     // Attention of H heads of a row with the same keys, from `head` on.
     template <int H>
     void attend_heads(int64_t layer, float* scores, int64_t r, int64_t head) const {
+        // Keys whose products with H heads fit into registers; H * AT_ONCE is a multiple of eight, as `add_up_all` needs.
         constexpr int AT_ONCE = REGISTERS < 32 && H > 1 ? 2 : H % 2 ? ALONE : ALONE / 2;
         const int64_t per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head;
-        const Place row = place(r);
+        const RowRef row = place(r);
         const DecodeLayer& l = row.batch.layer[layer];
         const int64_t from = row.batch.starts[row.text], count = row.batch.stop + row.token + 1 - from;
         const int64_t at = ((row.text * m.groups + head / per_group) * row.batch.capacity + from) * m.head;
@@ -407,8 +408,8 @@ struct DecodeStep {
         return add_up(sums);
     }
 
-    // COUNT vectors of H heads' means of values, with weights `scores` whose sums are `totals`; of the last vector `left`
-    // entries.
+    // to(h, :) = sum_t scores(h, t) values(t, :) / totals[h] for H heads and COUNT vectors of columns, of which only `left`
+    // columns exist if COUNT is 1.
     template <int H, int COUNT>
     void mix_values(const float* scores, const S* values, int64_t count, const float* totals, float* to, int64_t left = LANES) const {
         V sums[H][COUNT] = {};
@@ -427,7 +428,10 @@ struct DecodeStep {
             for (int i = 0; i < COUNT; ++i) {
                 float* at = to + h * m.head + i * LANES;
                 const V mean = sums[h][i] / totals[h];
-                COUNT > 1 ? store(at, mean) : store_upto(at, mean, left);
+                if constexpr (COUNT > 1)
+                    store(at, mean);
+                else
+                    store_upto(at, mean, left);
             }
     }
 
@@ -437,15 +441,15 @@ struct DecodeStep {
         const bool routed = m.batch->layer[layer].router;
         if (routed)
             team.each(num_rows * m.experts, [&](int64_t task) {
-                const Place at = place(task / m.experts);
+                const RowRef at = place(task / m.experts);
                 const float* router = at.batch.layer[layer].router + (at.text * m.experts + task % m.experts) * m.width;
-                dots<1, 1>(in + task / m.experts * m.width, router, m.width, logits + task);
+                dots<1, 1>(in + task / m.experts * m.width, router, m.width, router_logits + task);
             });
         for (int64_t r = 0; r < num_rows; ++r) {
-            const Place at = place(r);
+            const RowRef at = place(r);
             const uint8_t* present = at.batch.present + at.text * m.experts;
             float* row = p + r * m.experts;
-            const float* logit = logits + r * m.experts;
+            const float* logit = router_logits + r * m.experts;
             float total = 0;
             for (int64_t j = 0; j < m.experts; ++j) row[j] = present[j] && !routed ? 1.f : 0.f;
             float most = 0;
@@ -463,18 +467,18 @@ struct DecodeStep {
     }
 
     template <class Act>
-    void experts(int64_t layer, Read& in, float* base, float* p) const {
+    void experts(int64_t layer, ProductInput& in, float* base, float* p) const {
         choose_gates(layer, in.x, p);
         const Linear linears[] = {&DecodeLayer::gate, &DecodeLayer::up};
-        thin(layer, linears, in.x, 1);
+        lora_down(layer, linears, in.x, 1);
         const DecodeLayer& l = m.batch->layer[layer];
         const int64_t size = num_rows * CHUNK;
-        team.each(chunks(l.gate), [&](int64_t number) {
-            const int64_t column = number * outputs(l.gate), columns = std::min(outputs(l.gate), m.hidden - column);
-            product(rows, l.gate, in, column, columns, base);
-            product(rows, l.up, in, column, columns, base + size);
+        team.each(num_chunks(l.gate), [&](int64_t number) {
+            const int64_t column = number * chunk_width(l.gate), columns = std::min(chunk_width(l.gate), m.hidden - column);
+            product(num_rows, l.gate, in, column, columns, base);
+            product(num_rows, l.up, in, column, columns, base + size);
             for (int64_t r = 0; r < num_rows; ++r) {
-                const Place at = place(r);
+                const RowRef at = place(r);
                 const DecodeLayer& own = at.batch.layer[layer];
                 for (int64_t c = 0; c < columns; c += LANES) {
                     const int64_t left = columns - c;
@@ -496,30 +500,30 @@ struct DecodeStep {
         });
         if (l.down.ranks) {
             const Linear last[] = {&DecodeLayer::down};
-            thin(layer, last, h + 0, m.experts);
+            lora_down(layer, last, h + 0, m.experts);
             const int64_t rank = l.down.ranks / m.experts;
             team.each(num_rows * l.down.ranks, [&](int64_t i) { *(z + i) *= p[i / rank]; });
         }
-        round(in, mixed + 0, l.down, num_rows, false);
+        prepare(in, mixed + 0, l.down, num_rows, false);
         add_output(layer, &DecodeLayer::down, in, base);
     }
 
     // The logits after the last tokens of the texts of batches that want them.
-    void predict(float* normed, Read& in, float* base) const {
+    void predict(float* normed, ProductInput& in, float* base) const {
         const RowsLinear& l = m.head_layer;
         norm(m.norm, normed);
         std::vector<float*> to;
         for (int64_t r = 0; r < num_rows; ++r) {
-            const Place at = place(r);
+            const RowRef at = place(r);
             if (!at.batch.logits || at.token + 1 < at.batch.share) continue;
             std::copy_n(normed + r * m.width, m.width, normed + int64_t(to.size()) * m.width);
             to.push_back(at.batch.logits + at.text * l.d_out);
         }
-        round(in, normed, l, predicted, true);
-        team.each(chunks(l), [&](int64_t number) {
-            const int64_t column = number * outputs(l), columns = std::min(outputs(l), l.d_out - column);
-            product(last_rows, l, in, column, columns, base);
-            for (int64_t t = 0; t < predicted; ++t) std::copy_n(base + t * CHUNK, columns, to[t] + column);
+        prepare(in, normed, l, num_predicted, true);
+        team.each(num_chunks(l), [&](int64_t number) {
+            const int64_t column = number * chunk_width(l), columns = std::min(chunk_width(l), l.d_out - column);
+            product(num_predicted, l, in, column, columns, base);
+            for (int64_t t = 0; t < num_predicted; ++t) std::copy_n(base + t * CHUNK, columns, to[t] + column);
         });
     }
 
@@ -531,23 +535,23 @@ struct DecodeStep {
             team.meet();
             Buffer<float> normed(num_rows * m.width), base(2 * num_rows * CHUNK), scores(HEADS * most_scores()), p(num_rows * m.experts);
             const int64_t widest = std::max({m.width, m.heads * m.head, m.hidden});
-            Read in{nullptr, false, Input(num_rows, widest), Buffer<uint16_t>(num_rows * widest)};
+            ProductInput in{nullptr, false, Input(num_rows, widest), Buffer<uint16_t>(num_rows * widest)};
             for (int64_t i = 0; i < m.layers; ++i) {
                 const DecodeLayer& l = m.batch->layer[i];
                 norm(l.attention_norm, normed + 0);
-                round(in, normed + 0, l.q, num_rows, true);
+                prepare(in, normed + 0, l.q, num_rows, true);
                 project(i, in, base + 0);
                 cache(i);
                 attend(i, scores + 0);
                 const Linear out[] = {&DecodeLayer::o};
-                thin(i, out, attended + 0, 1);
-                round(in, attended + 0, l.o, num_rows, true);
+                lora_down(i, out, attended + 0, 1);
+                prepare(in, attended + 0, l.o, num_rows, true);
                 add_output(i, &DecodeLayer::o, in, base + 0);
                 norm(l.mlp_norm, normed + 0);
-                round(in, normed + 0, l.gate, num_rows, false);
+                prepare(in, normed + 0, l.gate, num_rows, false);
                 experts<Act>(i, in, base + 0, p + 0);
             }
-            if (predicted) predict(normed + 0, in, base + 0);
+            if (num_predicted) predict(normed + 0, in, base + 0);
         }
     }
 

@@ -1,4 +1,4 @@
-// Decoding: one token for each of a few rows, each of which has adapters of its own.
+// Linear layers and experts for a few rows of tokens, such as the next tokens of texts that are generated.
 //
 //     linear     y_r = W x_r + b + B_r^T (s A_r x_r)
 //     experts    pre_rj = W x_r + b + B_rj^T (s A_rj x_r)    h_rj = act(pre_rj)    gated: act(gate_rj) up_rj
@@ -6,7 +6,7 @@
 //
 // Reading weights dominates the time, so they are read once for all rows: a task is a chunk of a linear layer's
 // outputs. A row's result depends neither on other rows nor on the number of threads, as each sum has a fixed order.
-// Each `share` consecutive rows have the same adapters: they are texts of one user.
+// Each `share` consecutive rows use the same adapters: they are texts of one user.
 #pragma once
 
 #include "mixture_tile.h"
@@ -36,8 +36,8 @@ namespace {
 constexpr int64_t CHUNK = 64;
 // Outputs of a few rows that are computed side by side, enough to hide the latency of additions.
 constexpr int ALONE = 8;
-// How far ahead weights are prefetched, in bytes. Reading several outputs' weights side by side, processors do not
-// recognise that all of them lie in one piece of memory, and read it at half the speed.
+// How far ahead weights are prefetched, in bytes. The hardware prefetcher does not follow the weights of several outputs
+// side by side, and reads them at half the speed.
 constexpr int64_t AHEAD = 8192;
 
 template <int N>
@@ -102,7 +102,7 @@ void prefetch(const char* from) {
     for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
-// Prevents that the compiler loads a vector again for each of its uses.
+// Keeps the compiler from loading a vector again for each of its uses.
 inline void into_register(V& v) {
 #if defined(__AVX512F__)
     asm("" : "+v"(v));
@@ -118,13 +118,16 @@ inline void into_register(V& v) {
 template <int R, int O, bool Ahead = false, class X, class S>
 void dots(const X* x, const S* w, int64_t width, float* out, int64_t stride = CHUNK) {
     V sums[R][O] = {};
-    auto add = [&](auto left_of, auto right_of) {
+    auto add = [&](auto load_x, auto load_w) {
         V left[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) into_register(left[r] = left_of(r));
+        for (int r = 0; r < R; ++r) {
+            left[r] = load_x(r);
+            into_register(left[r]);
+        }
 #pragma GCC unroll 8
         for (int o = 0; o < O; ++o) {
-            V right = right_of(o);
+            V right = load_w(o);
             into_register(right);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) sums[r][o] += left[r] * right;
@@ -173,11 +176,14 @@ void dots(const uint16_t* x, const uint16_t* w, int64_t width, float* out, int64
 }
 #endif
 
-// The same for any number of rows, R at a time and at last fewer.
+// The same for any number of rows: R at a time, then R / 2, R / 4 and so on. If `Ahead`, the first of these prefetch.
 template <int R, int O, bool Ahead, class X, class S>
 void dots_of_rows(const X* x, int64_t rows, const S* w, int64_t width, float* out) {
     int64_t r = 0;
-    if (Ahead && R <= rows) dots<R, O, true>(x, w, width, out), r = R;
+    if (Ahead && R <= rows) {
+        dots<R, O, true>(x, w, width, out);
+        r = R;
+    }
     for (; r + R <= rows; r += R) dots<R, O>(x + r * width, w, width, out + r * CHUNK);
     if constexpr (R > 1)
         if (r < rows) {
@@ -213,22 +219,10 @@ V plus_lora(const RowsLinear& l, const float* z, int64_t text, int64_t from, int
     return v;
 }
 
+// Products of base weights with the inputs of all rows.
 template <class S>
-struct Step {
-    const Rows& m;
-
-    // z(r, k) = s A(r, k) . x(r): row r has `sets` inputs, each for an equal share of the ranks.
-    template <class X>
-    void thin(const RowsLinear& l, const X* x, int64_t sets, float* z) const {
-        const int64_t share = l.ranks ? l.ranks / sets : 1;
-#pragma omp for
-        for (int64_t i = 0; i < m.rows * l.ranks; ++i) {
-            const int64_t r = i / l.ranks, k = i % l.ranks;
-            const S* a = (const S*)l.a + (r / m.share * l.ranks + k) * l.d_in;
-            dots<1, 1>(x + (r * sets + k / share) * l.d_in, a, l.d_in, z + i);
-            z[i] *= m.scale;
-        }
-    }
+struct Products {
+    const int64_t rows;
 
     // One chunk of W x + b for all rows, as (rows, CHUNK).
     template <class X>
@@ -237,12 +231,12 @@ struct Step {
             turned(l, x, column, columns, out);
         else {
             const S* w = (const S*)l.weight + column * l.d_in;
-            constexpr int MOST = SUMS_AT_ONCE / ALONE;  // rows whose sums fit into registers
-            if (m.rows <= MOST)
+            constexpr int MOST = SUMS_AT_ONCE / ALONE;  // rows whose sums of ALONE outputs fit into registers
+            if (rows <= MOST)
                 outputs<ALONE>(x, w, l.d_in, columns, out);
-            else if (m.rows <= 2 * MOST)
+            else if (rows <= 2 * MOST)
                 outputs<ALONE / 2>(x, w, l.d_in, columns, out);
-            else if (m.rows <= 4 * MOST)
+            else if (rows <= 4 * MOST)
                 outputs<ALONE / 4>(x, w, l.d_in, columns, out);
             else
                 blocks<ALONE / 2>(x, w, l.d_in, columns, out);
@@ -254,32 +248,32 @@ struct Step {
     template <int O, class X>
     void outputs(const X* x, const S* w, int64_t width, int64_t columns, float* out) const {
         int64_t o = 0;
-        for (; o + O <= columns; o += O) dots_of_rows<SUMS_AT_ONCE / O, O, true>(x, m.rows, w + o * width, width, out + o);
+        for (; o + O <= columns; o += O) dots_of_rows<SUMS_AT_ONCE / O, O, true>(x, rows, w + o * width, width, out + o);
         for (; o < columns; ++o)
-            for (int64_t r = 0; r < m.rows; ++r) dots<1, 1>(x + r * width, w + o * width, width, out + r * CHUNK + o);
+            for (int64_t r = 0; r < rows; ++r) dots<1, 1>(x + r * width, w + o * width, width, out + r * CHUNK + o);
     }
 
-    // The same for many rows: some rows at a time, whose inputs stay in the L1 cache, and for them all outputs. Meanwhile the
-    // following weights are prefetched, as many as `columns` outputs have, in equal parts.
+    // As `outputs` for many rows: a block of rows at a time, whose inputs stay in the L1 cache, times all outputs. With each
+    // block an equal part of the weights of the next `columns` outputs is prefetched.
     template <int O, class X>
     void blocks(const X* x, const S* w, int64_t width, int64_t columns, float* out) const {
         constexpr int R = SUMS_AT_ONCE / O;
         const int64_t whole = columns / O * O, size = O * width * int64_t(sizeof(S));
-        for (int64_t r = 0; r < m.rows; r += R) {
-            const int64_t rows = std::min<int64_t>(R, m.rows - r);
+        for (int64_t r = 0; r < rows; r += R) {
+            const int64_t some = std::min<int64_t>(R, rows - r);
             for (int64_t o = 0; o < whole; o += O) {
                 const char* ahead = (const char*)(w + (columns + o) * width);
-                const int64_t from = size * r / m.rows, to = size * (r + rows) / m.rows;
+                const int64_t from = size * r / rows, to = size * (r + some) / rows;
                 for (int64_t i = (from + 63) / 64 * 64; i < to; i += 64) __builtin_prefetch(ahead + i, 0, 2);
-                dots_of_rows<R, O, false>(x + r * width, rows, w + o * width, width, out + r * CHUNK + o);
+                dots_of_rows<R, O, false>(x + r * width, some, w + o * width, width, out + r * CHUNK + o);
             }
             for (int64_t o = whole; o < columns; ++o)
-                for (int64_t i = r; i < r + rows; ++i) dots<1, 1>(x + i * width, w + o * width, width, out + i * CHUNK + o);
+                for (int64_t i = r; i < r + some; ++i) dots<1, 1>(x + i * width, w + o * width, width, out + i * CHUNK + o);
         }
     }
 
     void add_bias(const RowsLinear& l, int64_t column, int64_t columns, float* out) const {
-        for (int64_t r = 0; r < m.rows; ++r)
+        for (int64_t r = 0; r < rows; ++r)
             for (int64_t c = 0; c < columns; ++c) out[r * CHUNK + c] += widen(((const S*)l.bias)[column + c]);
     }
 
@@ -287,7 +281,7 @@ struct Step {
     void turned(const RowsLinear& l, const X* x, int64_t column, int64_t columns, float* out) const {
         const S* w = (const S*)l.weight + column;
         if (columns < CHUNK) {  // an incomplete last chunk
-            for (int64_t r = 0; r < m.rows; ++r)
+            for (int64_t r = 0; r < rows; ++r)
                 for (int64_t c = 0; c < columns; ++c) {
                     float sum = 0.f;
                     for (int64_t k = 0; k < l.d_in; ++k) sum += widen(x[r * l.d_in + k]) * widen(w[k * l.d_out + c]);
@@ -297,9 +291,28 @@ struct Step {
         }
         int64_t r = 0;
         constexpr int BLOCK = REGISTERS == 32 ? 3 : 4;
-        for (; r + BLOCK <= m.rows; r += BLOCK)
+        for (; r + BLOCK <= rows; r += BLOCK)
             sums_of_inputs<BLOCK>(x + r * l.d_in, w, l.d_out, l.d_in, out + r * CHUNK);
-        for (; r < m.rows; ++r) sums_of_inputs<1>(x + r * l.d_in, w, l.d_out, l.d_in, out + r * CHUNK);
+        for (; r < rows; ++r) sums_of_inputs<1>(x + r * l.d_in, w, l.d_out, l.d_in, out + r * CHUNK);
+    }
+};
+
+template <class S>
+struct Step {
+    const Rows& m;
+    const Products<S> products{m.rows};
+
+    // z(r, k) = s A(r, k) . x(r): row r has `sets` inputs, each for an equal share of the ranks.
+    template <class X>
+    void lora_down(const RowsLinear& l, const X* x, int64_t sets, float* z) const {
+        const int64_t share = l.ranks ? l.ranks / sets : 1;
+#pragma omp for
+        for (int64_t i = 0; i < m.rows * l.ranks; ++i) {
+            const int64_t r = i / l.ranks, k = i % l.ranks;
+            const S* a = (const S*)l.a + (r / m.share * l.ranks + k) * l.d_in;
+            dots<1, 1>(x + (r * sets + k / share) * l.d_in, a, l.d_in, z + i);
+            z[i] *= m.scale;
+        }
     }
 
     V lora(const RowsLinear& l, const float* z, int64_t r, int64_t from, int64_t to, int64_t column, int64_t count, V v) const {
@@ -312,7 +325,7 @@ struct Step {
 #pragma omp for
         for (int64_t column = 0; column < l.d_out; column += CHUNK) {
             const int64_t columns = std::min(CHUNK, l.d_out - column);
-            chunk(l, x, column, columns, base + 0);
+            products.chunk(l, x, column, columns, base + 0);
             for (int64_t r = 0; r < m.rows; ++r)
                 for (int64_t c = 0; c < columns; c += LANES) {
                     V v = lora(l, z, r, 0, l.ranks, column + c, columns - c, load(base + r * CHUNK + c));
@@ -330,7 +343,7 @@ struct Step {
 #pragma omp for
         for (int64_t column = 0; column < l.d_out; column += CHUNK) {
             const int64_t columns = std::min(CHUNK, l.d_out - column);
-            for (int64_t i = 0; i < m.firsts; ++i) chunk(m.first[i], (const S*)m.x, column, columns, base + i * size);
+            for (int64_t i = 0; i < m.firsts; ++i) products.chunk(m.first[i], (const S*)m.x, column, columns, base + i * size);
             for (int64_t r = 0; r < m.rows; ++r)
                 for (int64_t c = 0; c < columns; c += LANES) {
                     V sum = {};
@@ -366,12 +379,12 @@ struct Step {
         Buffer<float> z(m.rows * m.last.ranks), z_first(firsts), h(wide * m.experts), mixed(wide);
 #pragma omp parallel num_threads(m.threads)
         if (m.firsts == 0) {
-            thin(m.last, (const S*)m.x, 1, z + 0);
+            lora_down(m.last, (const S*)m.x, 1, z + 0);
             linear(m.last, (const S*)m.x, z + 0);
         } else {
-            for (int64_t i = 0; i < m.firsts; ++i) thin(m.first[i], (const S*)m.x, 1, z_first + i * firsts / m.firsts);
+            for (int64_t i = 0; i < m.firsts; ++i) lora_down(m.first[i], (const S*)m.x, 1, z_first + i * firsts / m.firsts);
             act(z_first + 0, h + 0, mixed + 0);
-            thin(m.last, h + 0, m.experts, z + 0);
+            lora_down(m.last, h + 0, m.experts, z + 0);
             gate(z + 0);
             linear(m.last, mixed + 0, z + 0);
         }
