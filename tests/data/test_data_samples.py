@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from comingle.data.samples.samples import Samples, UserSamples, as_samples, bank_of, check, epoch
+from comingle.data.samples.samples import Samples, UserSamples, as_samples, bank_of, check, epoch, fill
 from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError
 from comingle.utils.seeds import generator
@@ -177,6 +177,16 @@ def test_rows_of_one_tensor_are_joined_without_a_copy() -> None:
         bank = bank_of(apart)
         assert bank.inputs.data_ptr() != apart[0].inputs.data_ptr()
         assert torch.equal(bank.inputs, torch.cat([part.inputs for part in apart]))
+
+
+def test_filled_samples_are_joined_without_a_copy() -> None:
+    parts = [user("ann", 100, train=3).train, user("bob", 200, train=5).train]
+    filled = fill(iter(parts), [3, 5])
+    joined = bank_of(filled)
+    assert joined.inputs.data_ptr() == filled[0].inputs.data_ptr()
+    for part, view in zip(parts, filled, strict=True):
+        assert torch.equal(part.inputs, view.inputs)
+        assert torch.equal(part.targets, view.targets)
 
 
 def test_samples_become_views_of_a_bank_of_their_dtype() -> None:

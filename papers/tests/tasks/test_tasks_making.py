@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.data.samples.samples import bank_of
+from comingle.data.samples.samples import bank_of, join
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import generator
 from comingle_papers.tasks import image_tasks
@@ -101,6 +101,12 @@ def test_every_image_goes_to_one_user_turned_as_its_cluster(make_folder: MakeFol
             assert label == number % 10
             seen.append(number)
     assert sorted(seen) == list(range(len(images)))
+
+
+def test_users_images_are_in_memory_once(make_folder: MakeFolder) -> None:
+    task = make_task("mnist", seed=0, users=8, path=make_folder("mnist"))
+    parts = [user.train for user in task.users]
+    assert join(parts).inputs.data_ptr() == parts[0].inputs.data_ptr()
 
 
 def test_labels_are_shifted_by_the_cluster(make_folder: MakeFolder) -> None:

@@ -55,7 +55,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from comingle.data.samples.samples import Samples, UserSamples, hold_out, list_labels
+from comingle.data.samples.samples import Samples, UserSamples, fill, hold_out, list_labels
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import generator
 from comingle_papers.tasks.images import Images, Key, choose_labels, cluster_sizes, deal_images, group_by_labels
@@ -347,10 +347,11 @@ def make_shifted(
             indices_of_users = _deal_evenly(len(images), users, stream)
         if split == "test":
             indices_of_users = [indices[:test_samples] for indices in indices_of_users]
-        samples_of_split[split] = [
+        samples = (
             _shifted_samples(images, indices, k % clusters, clusters, shift, setting)
             for k, indices in enumerate(indices_of_users)
-        ]
+        )
+        samples_of_split[split] = fill(samples, [len(indices) for indices in indices_of_users])
     users_with_samples = []
     for k, (train, test) in enumerate(zip(samples_of_split["train"], samples_of_split["test"], strict=True)):
         no_samples = train.first(0)  # validation samples are held out later

@@ -15,9 +15,9 @@ an error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
@@ -183,6 +183,26 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     total = sum(map(len, parts))
     shape = (total, *first.shape[1:])
     return first.as_strided(shape, torch.empty(shape, device="meta").stride())
+
+
+def fill(parts: Iterable[Samples], counts: Sequence[int]) -> list[Samples]:
+    """Return sets of samples as views of one tensor, which :func:`join` need not copy.
+
+    Args:
+        parts: The sets; each is freed before the next one is made, if they come from a generator.
+        counts: Number of samples of each set.
+    """
+    views: list[Samples] = []
+    joined: Samples | None = None
+    for part, (start, end) in zip(parts, pairwise(accumulate(counts, initial=0)), strict=True):
+        if joined is None:
+            new = {name: t.new_empty(sum(counts), *t.shape[1:]) for name, t in vars(part).items()}
+            joined = Samples(**new)
+        view = Samples(inputs=joined.inputs[start:end], targets=joined.targets[start:end])
+        view.inputs.copy_(part.inputs)
+        view.targets.copy_(part.targets)
+        views.append(view)
+    return views
 
 
 def bank_of(
