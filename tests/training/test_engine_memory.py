@@ -21,6 +21,7 @@ from comingle.cost.memory import LiveBytes
 from comingle.methods import REGISTRY
 from comingle.runs.session import build, prepare
 from comingle.training.client import train
+from comingle.training.kinds import nets
 from comingle.training.settings import PassSize
 from comingle.utils.errors import RecipeError
 
@@ -97,6 +98,19 @@ def peak_of(recipe: Any, run_data: Any) -> tuple[int, PassSize]:
     with LiveBytes() as live:
         train(federation.clients, [0, 1, 2], 0)
     return live.peak, federation.clients.pass_size
+
+
+def test_inputs_limit_the_users_of_a_pass(federate_nets: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch norm depends on the number of users in the last bits, so its passes are as large as before."""
+    plain, normed = (federate_nets("fedavg", changes={"data.task.name": name}).clients for name in ("mlp", "mlp-norm"))
+    train(plain, [0, 1, 2, 3], 0)
+    inputs = plain.batch_source.banks["train"].inputs
+    monkeypatch.setattr(nets, "INPUT_BYTES_PER_PASS", 2 * 40 * inputs[0].nbytes)
+    limited = federate_nets("fedavg", changes={"data.task.name": "mlp"}).clients
+    assert limited.pass_size.users == 2 < plain.pass_size.users
+    train(limited, [0, 1, 2, 3], 0)
+    assert torch.equal(limited.state.rows, plain.state.rows)
+    assert normed.pass_size.users > 2
 
 
 @pytest.mark.slow
