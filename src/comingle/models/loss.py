@@ -20,7 +20,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from comingle.models.hardware import reused_empty
 from comingle.models.kernels import cpu
 from comingle.models.kernels.expert_mlp import fused, wide
 from comingle.models.loading import Head
@@ -119,10 +118,7 @@ def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, needs_gradient: bool) -
         head: The frozen output layer, from hidden states to logits.
         needs_gradient: Compute the gradient; otherwise it is None.
     """
-    if head.bias is None:
-        logits = torch.mm(hidden, head.weight.t(), out=reused_empty((len(hidden), len(head.weight)), hidden))
-    else:
-        logits = F.linear(hidden, head.weight, head.bias)
+    logits = F.linear(hidden, head.weight, head.bias)
     slope = None  # f'(W_v h), or None for 1
     scales_or_caps = head.softcap is not None or head.scale != 1.0
     if scales_or_caps:

@@ -191,7 +191,7 @@ def fill(parts: Iterable[Samples], counts: Sequence[int]) -> list[Samples]:
     """Return sets of samples as views of one tensor, which :func:`join` need not copy.
 
     Args:
-        parts: The sets; each is freed before the next one is made, if they come from a generator.
+        parts: The sets, made one after another if they come from a generator.
         counts: Number of samples of each set.
     """
     views: list[Samples] = []
