@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from comingle.data.samples.samples import Samples, bank_of
 from comingle.models import hardware
-from comingle.models.hardware import fast_bf16, resolve_attention, resolve_device, resolve_dtype, reused_empty
+from comingle.models.hardware import fast_bf16, resolve_attention, resolve_device, resolve_dtype
 from comingle.models.loading import load_base
-from comingle.models.side_by_side import _Products
 from comingle.utils.errors import BaseModelError
 
 CPU = torch.device("cpu")
@@ -93,58 +89,3 @@ def test_attention() -> None:
     assert load_base("random:llama", device="cpu").model.config._attn_implementation == "eager"
     with pytest.raises(BaseModelError, match=r"attention: got 'flash'; .*auto, eager, sdpa"):
         load_base("random:llama", attention="flash")
-
-
-LARGE = hardware._REUSED_BYTES // 4
-
-
-@pytest.fixture
-def reuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reuse the memory of large tensors, as after ``keep_buffers``, which would change the test's whole process."""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("mappings are reused on Linux alone")
-    monkeypatch.setattr(hardware, "_reuses_mappings", True)
-    monkeypatch.setattr(hardware, "_mappings", [])
-
-
-@pytest.mark.usefixtures("reuse")
-def test_memory_is_reused_once_no_tensor_has_it() -> None:
-    first = reused_empty((2, LARGE), torch.zeros(1))
-    view, address = first[1], first.data_ptr()
-    del first
-    other = reused_empty((2, LARGE), torch.zeros(1))
-    assert other.data_ptr() != address  # the view still needs it
-    del view
-    assert reused_empty((LARGE,), torch.zeros(1)).data_ptr() == address  # and it may be larger than needed
-    assert len(hardware._mappings) == 2
-
-
-@pytest.mark.usefixtures("reuse")
-def test_mappings_that_are_too_small_are_freed() -> None:
-    reused_empty((LARGE,), torch.zeros(1))
-    larger = reused_empty((3, LARGE), torch.zeros(1, dtype=torch.bfloat16))
-    assert larger.shape == (3, LARGE)
-    assert larger.dtype == torch.bfloat16
-    assert [len(mapping) for mapping in hardware._mappings] == [larger.nbytes]
-
-
-@pytest.mark.usefixtures("reuse")
-def test_small_and_pretended_tensors_have_no_mappings() -> None:
-    reused_empty((LARGE - 1,), torch.zeros(1))
-    with FakeTensorMode():
-        assert isinstance(reused_empty((LARGE,), torch.zeros(1)), FakeTensor)
-    assert not hardware._mappings
-
-
-@pytest.mark.usefixtures("reuse")
-def test_large_gradients_and_batches_take_the_same_memory_in_each_step() -> None:
-    generator = torch.Generator().manual_seed(0)
-    bank = bank_of([Samples(inputs=torch.randn(64, 32 * LARGE // 1024, generator=generator), targets=torch.arange(64))])
-    batch = torch.arange(32).expand(1, 32)
-    for _ in range(3):
-        inputs, _targets, _present = bank.take([0], batch)
-        assert torch.equal(inputs[0], bank.inputs[:32])
-        weight = torch.randn(1, 32, inputs.shape[-1], generator=generator, requires_grad=True)
-        _Products.apply(inputs, weight).sum().backward()
-        assert len(hardware._mappings) == 2
-        del inputs, weight

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import math
-import mmap
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch
-from torch import Tensor
 
 from comingle.utils.errors import BaseModelError, RecipeError
 
@@ -277,13 +273,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1
 def keep_buffers() -> bool:
     """Make glibc keep large freed buffers for the next training step, instead of returning them to the system.
 
-    From then on :func:`reused_empty` reuses memory, too.
-
     Returns:
         Whether the allocator accepted the settings.
     """
-    global _reuses_mappings
-    _reuses_mappings = sys.platform.startswith("linux")
     return _set_malloc_options(
         {
             _M_MMAP_MAX: 0,  # no separate mappings for large blocks
@@ -301,9 +293,6 @@ def return_buffers() -> bool:
     Returns:
         Whether the allocator accepted the settings.
     """
-    global _reuses_mappings
-    _reuses_mappings = False
-    _mappings.clear()
     return _set_malloc_options(
         {
             _M_MMAP_MAX: 1 << 20,  # up to a million separate mappings, which are unmapped when they are freed
@@ -319,57 +308,10 @@ def trim_buffers() -> None:
 
     With :func:`keep_buffers` it would stay with the process, for example after users' data was read and converted.
     """
-    _mappings.clear()  # those in use stay with their tensors
     if not sys.platform.startswith("linux"):
         return
     with suppress(OSError, AttributeError):  # musl has no malloc_trim
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-_REUSED_BYTES = 4 << 20
-"""Size from which tensors of :func:`reused_empty` have a mapping of their own."""
-
-_reuses_mappings = False
-_mappings: list[mmap.mmap] = []
-_mappings_lock = threading.Lock()
-
-
-def reused_empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return an uninitialised tensor for a large intermediate result that every step computes again.
-
-    After :func:`keep_buffers`, such tensors on the CPU have mappings of their own. A mapping is used again when no
-    tensor has it any more. In the heap of glibc their place is lost as soon as a small block takes a part of it, so
-    that the heap grows from step to step.
-
-    Args:
-        shape: Shape of the tensor.
-        like: Tensor with its dtype and device.
-    """
-    num_bytes = math.prod(shape) * like.element_size()
-    if not _reuses_mappings or num_bytes < _REUSED_BYTES or type(like) is not Tensor or like.device.type != "cpu":
-        return like.new_empty(shape)
-    with _mappings_lock:
-        mapping = _free_mapping(num_bytes)
-        entries = torch.frombuffer(mapping, dtype=like.dtype, count=math.prod(shape))
-    return entries.view(shape)
-
-
-def _free_mapping(num_bytes: int) -> mmap.mmap:
-    """Return the smallest mapping that is large enough and that no tensor has, or a new one in place of all such."""
-    numbers = range(len(_mappings))
-    free = [number for number in numbers if sys.getrefcount(_mappings[number]) == _REFERENCES_OF_FREE]
-    large_enough = [number for number in free if len(_mappings[number]) >= num_bytes]
-    if large_enough:
-        return _mappings[min(large_enough, key=lambda number: len(_mappings[number]))]
-    for number in reversed(free):
-        del _mappings[number]
-    new = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _mappings.append(new)
-    return new
-
-
-_REFERENCES_OF_FREE = 2
-"""References to a mapping that no tensor has: of the list, and of the call that counts them."""
 
 
 def _set_malloc_options(options: Mapping[int, int]) -> bool:

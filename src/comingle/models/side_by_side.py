@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor  # no public function says whether a vmap level remains
 from torch.overrides import TorchFunctionMode
 
-from comingle.models.hardware import reused_empty
 from comingle.models.kernels import convolutions
 from comingle.models.kernels.convolutions import ConvolutionStep, PassShape
 from comingle.models.model import call_with
@@ -230,8 +229,7 @@ class _Products(torch.autograd.Function):
             # For a large weight a contiguous gradient, which speeds up the optimiser step; else the faster product.
             _users, d_out, d_in = weight.shape
             is_large = d_out * d_in >= LARGE_WEIGHT
-            place = reused_empty(weight.shape, dy) if is_large else None
-            d_weight = torch.bmm(dy.mT, x, out=place) if is_large else torch.bmm(x.mT, dy).mT
+            d_weight = torch.bmm(dy.mT, x) if is_large else torch.bmm(x.mT, dy).mT
         return d_x, d_weight
 
 

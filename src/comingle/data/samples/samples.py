@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from comingle.data.row_files import describe_cause
-from comingle.models.hardware import reused_empty
 from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError
 
@@ -142,8 +141,7 @@ def _gather(values: Tensor, indices: Int64[Tensor, "users batch"]) -> Tensor:
         values: Inputs or targets of all users' samples.
         indices: Index of each sample in ``values``.
     """
-    found = reused_empty((indices.numel(), *values.shape[1:]), values)
-    return torch.index_select(values, 0, indices.flatten(), out=found).view(*indices.shape, *values.shape[1:])
+    return values.index_select(0, indices.flatten()).view(*indices.shape, *values.shape[1:])
 
 
 def epoch(count: int, batch_size: int, generator: torch.Generator) -> Int64[Tensor, "steps batch"]:

@@ -21,7 +21,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comingle.models.hardware import reused_empty
 from comingle.models.kernels.expert_mlp import load_library
 from comingle.utils.trees import Context
 
@@ -163,14 +162,8 @@ class PassShape:
         samples = x.unflatten(0, (self.users, self.images))
         in_memory_order = samples.permute(0, 3, 4, 2, 1)  # (users, height, width, channels, images)
         num_padding_lanes = -self.images % LANES[x.dtype]  # up to the next multiple
-        if x.requires_grad:
-            maps = F.pad(in_memory_order, (0, num_padding_lanes)).contiguous()
-        else:
-            *shape, images = in_memory_order.shape
-            maps = reused_empty((*shape, images + num_padding_lanes), x)
-            maps[..., :images] = in_memory_order
-            maps[..., images:] = 0
-        return maps.permute(0, 4, 3, 1, 2)
+        padded = F.pad(in_memory_order, (0, num_padding_lanes))
+        return padded.contiguous().permute(0, 4, 3, 1, 2)
 
     def flat(self, x: Tensor) -> Tensor:
         """Convert maps to samples ``(users * images, channels, height, width)``; return samples unchanged.
@@ -394,8 +387,8 @@ class _Fused(torch.autograd.Function):
         outputs, pool = step.convolution.out_channels, step.pool
         # In memory order: z is the step's output, y the convolution's output if a norm reads it, and `taken` the index
         # of the maximum in each pooling window.
-        z = reused_empty((users, out_height // pool, out_width // pool, outputs, lanes), x)
-        y = None if step.norm is None else reused_empty((users, out_height, out_width, outputs, lanes), x)
+        z = x.new_empty(users, out_height // pool, out_width // pool, outputs, lanes)
+        y = None if step.norm is None else x.new_empty(users, out_height, out_width, outputs, lanes)
         taken = torch.empty_like(z, dtype=torch.uint8) if pool > 1 else None
         run(
             "forward", native_step, x.dtype, x=x_memory, z=z, y=y, taken=taken, mean=mean, rstd=rstd,
@@ -426,7 +419,7 @@ class _Fused(torch.autograd.Function):
         inputs = (x, weight, bias, gamma, beta)
         needs_gradient = ctx.needs_input_grad[1:6]  # of these inputs
         d_x, d_weight, d_bias, d_gamma, d_beta = (
-            reused_empty(t.shape, t) if is_needed else None for t, is_needed in zip(inputs, needs_gradient, strict=True)
+            t.new_empty(t.shape) if is_needed else None for t, is_needed in zip(inputs, needs_gradient, strict=True)
         )
         dz_memory = _to_memory_order(dz)
         # The gradient of `added` is dz if no ReLU follows the addition. Else native code writes it: dz, but 0 where the
