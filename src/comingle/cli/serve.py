@@ -56,7 +56,8 @@ PromptTokens = Annotated[
     typer.Option("--prompt-tokens", min=1, help="Read up to N tokens of prompts between two tokens of other answers."),
 ]
 PrefixMemory = Annotated[
-    int, typer.Option("--prefix-memory", min=0, metavar="MB", help="Keep this much of prompts that were read; 0: none.")
+    int,
+    typer.Option("--prefix-memory", min=0, metavar="MiB", help="Keep this much of prompts that were read; 0: none."),
 ]
 DEFAULT_PREFIX_MEMORY = Limits.prefix_bytes >> 20
 Method = Annotated[str | None, typer.Option("--method", help="Use this method's run of a comparison.")]

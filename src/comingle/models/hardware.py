@@ -303,17 +303,6 @@ def return_buffers() -> bool:
     )
 
 
-def trim_buffers() -> None:
-    """Make glibc return the memory that is free now to the system, also between blocks in use.
-
-    With :func:`keep_buffers` it would stay with the process, for example after users' data was read and converted.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError, AttributeError):  # musl has no malloc_trim
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 def _set_malloc_options(options: Mapping[int, int]) -> bool:
     """Set options of glibc's memory allocator; return whether it accepted all of them.
 
@@ -355,6 +344,9 @@ def _peak_resident_bytes() -> int:
 
 
 def return_freed_memory() -> None:
-    """Return memory that was freed to the system, which glibc otherwise keeps for later; does nothing elsewhere."""
-    with suppress(OSError, AttributeError):
+    """Make glibc return the memory that is free now to the system, also between blocks in use; does nothing elsewhere.
+
+    With :func:`keep_buffers` it would stay with the process, for example after users' data was read and converted.
+    """
+    with suppress(OSError, AttributeError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)

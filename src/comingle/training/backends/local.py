@@ -17,7 +17,7 @@ import torch
 
 from comingle.config.settings import AUTO, MEMORY, Terms
 from comingle.data.populations import digest_names
-from comingle.models.hardware import trim_buffers
+from comingle.models.hardware import return_freed_memory
 from comingle.privacy.base import PrivacyMechanism
 from comingle.privacy.secure_sum import VECTOR, Sums, as_words, keys_bytes, received_bytes, sent_bytes
 from comingle.protocol.messages import (
@@ -664,7 +664,7 @@ def federate(clients: Clients) -> InProcess:
     if example_privacy is not None:
         # With example-level privacy, epsilon follows from each user's numbers of examples, steps and rounds ("works").
         server.mechanisms.set_works(lambda: example_privacy.works(clients.batch_source))
-    trim_buffers()  # of data as it was read, and of initial values
+    return_freed_memory()  # of data as it was read, and of initial values
     return InProcess(clients=clients, server=server)
 
 

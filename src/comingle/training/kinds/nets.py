@@ -21,7 +21,7 @@ from comingle.data.samples.samples import SampleBank, Samples, UserSamples, bank
 from comingle.data.samples.scoring import score_samples
 from comingle.methods.base import Method, Phase, Stream
 from comingle.models.floral.wrapper import adaptor_size, floral
-from comingle.models.hardware import require_room, resolve_device, resolve_dtype, trim_buffers
+from comingle.models.hardware import require_room, resolve_device, resolve_dtype, return_freed_memory
 from comingle.models.model import call_with
 from comingle.models.nets import builder_arguments, make_net
 from comingle.models.scoring import PAD, Gates, Loss, SampleScore
@@ -96,7 +96,7 @@ class SampleBatchSource(PassBatchSource):
         for split in ("train", "valid"):
             samples_of_trainers = [trainer.split(split) for trainer in self.trainers]
             self.banks[split] = bank_of(samples_of_trainers, **self.device_and_dtype, moves=True)
-        trim_buffers()  # of the samples as they were read
+        return_freed_memory()  # of the samples as they were read
 
     def count(self, trainer: int, stream: Stream) -> int:
         """Return the number of samples of a trainer in a split, "train" or "valid"."""
