@@ -157,6 +157,23 @@ def test_runs_without_tuning_are_not_taken_for_tuned_ones(tmp_path: Path) -> Non
     compare(["local"], seeds=[0], out=tmp_path / "out")
     with pytest.raises(RunError, match="exists and was not tuned"):
         compare(["local", "fedavg"], seeds=[0], out=tmp_path / "out", resume=True, tune={RATE: [1e-3, 1e-2]})
+    (tmp_path / "other/local-seed0").mkdir(parents=True)
+    with pytest.raises(RunError, match="local-seed0: exists and was not tuned"):
+        compare(["local"], seeds=[0], out=tmp_path / "other", resume=True, tune={RATE: [1e-3, 1e-2]})
+
+
+def test_a_run_that_is_not_the_picked_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    """As after an interruption of ``force`` between writing what was picked and replacing the earlier run."""
+    out, tune = tmp_path / "out", {RATE: [1e-3, 1e-2]}
+    picked = compare(["local"], seeds=[0], out=out, tune=tune).tuning["methods"]["local"]["picked"][RATE]
+    (out / "local-seed0").rename(out / f"tuning/local-learning_rate={picked}-seed0")
+    (out / "local-seed0").mkdir()
+    with pytest.raises(RunError, match=f"local-seed0: is not the picked run, .*learning_rate={picked}-seed0"):
+        compare(["local"], seeds=[0], out=out, resume=True, tune=tune)
+    (out / "local-seed0").rmdir()
+    found = compare(["local"], seeds=[0], out=out, resume=True, tune=tune)  # which moves it
+    assert found.tuning["methods"]["local"]["picked"][RATE] == picked
+    assert not (out / f"tuning/local-learning_rate={picked}-seed0").exists()
 
 
 @pytest.mark.slow
@@ -206,7 +223,7 @@ def test_validation_data_is_needed(comingle_command: Any, short: Path, tmp_path:
 
 
 def test_only_methods_that_train_have_candidates() -> None:
-    with pytest.raises(RecipeError, match="no method of pretrained trains"):
+    with pytest.raises(RecipeError, match=rf"got pretrained; none of them trains and has a setting of {RATE}"):
         compare(["pretrained"], tune={RATE: [1e-3, 1e-2]})
     found = compare(["local", "fedprox"], seeds=[0], tune={"method.proximal": [0.1, 1.0]})
     assert list(found.tuning["methods"]) == ["fedprox"]
@@ -218,13 +235,14 @@ def test_only_methods_that_train_have_candidates() -> None:
 
 def test_combinations_variants_and_edges(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     methods = ["local", "fedprox:proximal=0.1", "fedprox:proximal=2"]
-    tune = {RATE: [1e-4, 1e-1], "training.experts.momentum": [0.0, 0.5]}
+    tune = {RATE: [1e-4, 1e-3, 1e-1], "training.experts.momentum": [0.0, 0.5]}
     with caplog.at_level(logging.WARNING):
         found = compare(methods, seeds=[0, 1], tune=tune, out=tmp_path / "out")
     assert list(found.tuning["methods"]) == methods
-    assert {len(method["candidates"]) for method in found.tuning["methods"].values()} == {4}
+    assert {len(method["candidates"]) for method in found.tuning["methods"].values()} == {6}
     assert [*found.metrics] == [(method, seed) for seed in (0, 1) for method in methods]
     assert "local: training.experts.learning_rate=0.1 is at the edge of its candidates" in caplog.text
+    assert "momentum=" not in caplog.text  # of two candidates each is at the edge
     assert "learning_rate=0.1, momentum=" in found._repr_html_()
     assert "Picked by mean validation loss" in found.to_latex()
     assert "learning\\_rate=0.1" in found.to_latex()

@@ -158,7 +158,7 @@ def compare_methods(
         outcomes: Iterator[tuple[Key, Run | dict[str, Any] | ComingleError]]
         if tune:
             tuned = tune_recipes(recipes, tune, folder, run_all, resume=resume, force=force, say=say)
-            recipes, outcomes = tuned.recipes, tuned.train_remaining(folder, run_all)
+            recipes, outcomes = tuned.recipes, tuned.outcomes_of_all_runs(folder, run_all)
         else:
             outcomes = run_all(recipes, folder)
         for key, outcome in outcomes:  # an outcome is a run, an error, or the metrics of a run in another process

@@ -773,7 +773,7 @@ def tuned_keys(folder: Path) -> list[str]:
 
 
 def edge_notes(tuning: Tuning) -> list[str]:
-    """Return a line for each picked number that is the smallest or largest of its candidates."""
+    """Return a line for each picked number that is the smallest or largest of three or more candidates."""
     notes = []
     for label, method in tuning["methods"].items():
         for key, value in method["picked"].items():
@@ -784,9 +784,11 @@ def edge_notes(tuning: Tuning) -> list[str]:
 
 
 def _is_at_edge(value: object, candidates: Sequence[object]) -> bool:
-    """Return whether a value is the smallest or largest of several numbers; False if some are no numbers."""
+    """Return whether a value is the smallest or largest of three or more numbers; False if some are no numbers."""
     numbers = [number for number in candidates if isinstance(number, int | float) and not isinstance(number, bool)]
-    return len(numbers) == len(candidates) and value in (min(numbers), max(numbers))
+    if len(numbers) < len(candidates) or len(set(numbers)) < 3:  # of two numbers each is at the edge
+        return False
+    return value in (min(numbers), max(numbers))
 
 
 def tuning_title(tuning: Tuning) -> str:

@@ -193,14 +193,14 @@ Key = tuple[str, int]
 """The label of a method (its name, or its name and settings) and a seed."""
 
 
-def folders_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Key, Path]:
+def folders_of(runs: Iterable[Key], folder: Path) -> dict[Key, Path]:
     """Return the folder of each run of a comparison, such as ``folder / "fedavg-seed0"`` for ``("fedavg", 0)``.
 
     Args:
-        recipes: The runs, by label of the method and seed.
+        runs: Label of the method and seed of each run.
         folder: The folder of the comparison.
     """
-    return {(label, seed): folder / f"{folder_name(label)}-seed{seed}" for label, seed in recipes}
+    return {(label, seed): folder / f"{folder_name(label)}-seed{seed}" for label, seed in runs}
 
 
 def labels_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Path, str]:
@@ -865,7 +865,8 @@ def candidates_of(recipes: Mapping[Key, Recipe], tune: Mapping[str, Sequence[Any
             candidates[label].append(Candidate(as_read, changed, _key_of_candidate(label, as_read, first_seed)))
     if not candidates:
         raise RecipeError(
-            f"--tune: no method of {list_names(dict.fromkeys(label for label, _seed in recipes))} trains; leave it out"
+            f"--tune: got {list_names(dict.fromkeys(label for label, _seed in recipes))}; none of them trains and has "
+            f"a setting of {list_names(tune)}; leave it out"
         )
     return candidates
 
@@ -908,6 +909,7 @@ def _check_validation(recipe: Recipe) -> None:
         RecipeError: It trains on the validation data.
     """
     try:
+        # select: best has the same requirement: validation data that is not trained on
         check_recipe(recipe.with_changes({"evaluation.select": "best"}))
     except RecipeError as error:
         raise RecipeError(f"--tune: picks by validation loss, for which {error}") from None
@@ -949,27 +951,30 @@ class RunAll(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
+class TuningResult:
     """The result of :func:`tune_recipes`."""
 
     recipes: dict[Key, Recipe]
     """All runs of the comparison, with the picked values. Methods whose candidates all failed have the first seed."""
-    ended: dict[Key, dict[str, Any] | ComingleError]
-    """Metrics of the runs with the picked values that need not be trained again, or the error of all candidates."""
+    outcomes: dict[Key, dict[str, Any] | ComingleError]
+    """Metrics of each method's picked candidate, or the error of a method whose candidates all failed.
+
+    Methods that an earlier command tuned are not in it.
+    """
     record: Tuning
     """Candidates and picked values."""
 
-    def train_remaining(
+    def outcomes_of_all_runs(
         self, folder: Path | None, run_all: RunAll
     ) -> Iterator[tuple[Key, Run | dict[str, Any] | ComingleError]]:
-        """Train the runs that have not ended with the tuning; yield the outcomes of all.
+        """Yield the outcome of every run; train those that tuning did not train.
 
         Args:
             folder: The folder of the comparison; None writes nothing.
             run_all: Runs recipes.
         """
-        yield from self.ended.items()
-        remaining = {key: recipe for key, recipe in self.recipes.items() if key not in self.ended}
+        yield from self.outcomes.items()
+        remaining = {key: recipe for key, recipe in self.recipes.items() if key not in self.outcomes}
         if remaining:
             yield from run_all(remaining, folder, all_recipes=self.recipes, validates=True)
 
@@ -983,7 +988,7 @@ def tune_recipes(
     resume: bool = False,
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
-) -> Tuned:
+) -> TuningResult:
     """Train every candidate of every method with the first seed, and pick by mean validation loss over users.
 
     Runs of candidates are in ``folder / "tuning"``. The picked one becomes the method's run with the first seed.
@@ -1006,30 +1011,30 @@ def tune_recipes(
     record: Tuning = {"seed": first_seed, "keys": _values_by_key(candidates, tune), "methods": {}}
     if folder is not None:
         record["methods"] = _earlier_picks(recipes, record, folder, candidates, resume=resume, force=force)
-    untried = {label: of_method for label, of_method in candidates.items() if label not in record["methods"]}
-    num_after = sum(label not in candidates or seed != first_seed for label, seed in recipes)
-    outcomes = _train_candidates(untried, folder, run_all, num_after=num_after, say=say)
+    untuned = {label: candidates[label] for label in candidates if label not in record["methods"]}
+    num_remaining_runs = sum(label not in candidates or seed != first_seed for label, seed in recipes)
+    outcomes = _train_candidates(untuned, folder, run_all, num_remaining_runs=num_remaining_runs, say=say)
 
-    ended: dict[Key, dict[str, Any] | ComingleError] = {}
+    picked_outcomes: dict[Key, dict[str, Any] | ComingleError] = {}
     failed: list[str] = []
-    for label, of_method in untried.items():
-        tried = [_tried(candidate, outcomes[candidate.key]) for candidate in of_method]
-        number = _lowest_loss(tried)
-        if number is None:
-            ended[label, first_seed] = _all_failed(of_method, outcomes)
+    for label, method_candidates in untuned.items():
+        tried = [_tried(candidate, outcomes[candidate.key]) for candidate in method_candidates]
+        index = _index_of_lowest_loss(tried)
+        if index is None:
+            picked_outcomes[label, first_seed] = _no_finite_loss_error(method_candidates, outcomes)
             failed.append(label)
             continue
-        picked = of_method[number]
+        picked = method_candidates[index]
         record["methods"][label] = TunedMethod(picked=picked.values, candidates=tried)
         metrics = outcomes[picked.key]
         assert isinstance(metrics, dict)
-        ended[label, first_seed] = {key: value for key, value in metrics.items() if key != _VALID_LOSS}
+        picked_outcomes[label, first_seed] = {key: value for key, value in metrics.items() if key != _VALID_LOSS}
     if folder is not None:
         _write_picks(folder, record, recipes, force=force)
-    of_this_command = {label: method for label, method in record["methods"].items() if label in untried}
-    for note in edge_notes({**record, "methods": of_this_command}):
+    new_methods = {label: method for label, method in record["methods"].items() if label in untuned}
+    for note in edge_notes({**record, "methods": new_methods}):
         _log.warning("--tune: %s", note)
-    return Tuned(recipes=_with_picks(recipes, record, failed), ended=ended, record=record)
+    return TuningResult(recipes=_with_picks(recipes, record, failed), outcomes=picked_outcomes, record=record)
 
 
 def _values_by_key(
@@ -1054,7 +1059,7 @@ def _train_candidates(
     folder: Path | None,
     run_all: RunAll,
     *,
-    num_after: int,
+    num_remaining_runs: int,
     say: Callable[[str], None],
 ) -> dict[Key, dict[str, Any] | ComingleError]:
     """Train candidates, with a line of progress for each; return their metrics or errors.
@@ -1063,7 +1068,7 @@ def _train_candidates(
         candidates: The candidates of each method.
         folder: The folder of the comparison; None writes nothing.
         run_all: Runs recipes.
-        num_after: Number of runs that follow, for the time that is left.
+        num_remaining_runs: Number of runs that follow, for the time that is left.
         say: Prints a line of progress.
     """
     to_run = {candidate.key: candidate.recipe for candidate in chain.from_iterable(candidates.values())}
@@ -1074,12 +1079,12 @@ def _train_candidates(
     started = time.perf_counter()
     for key, outcome in run_all(to_run, candidates_folder, validates=True, are_candidates=True):
         outcomes[key] = outcome.metrics if isinstance(outcome, Run) else outcome
-        num_left = len(to_run) - len(outcomes) + num_after
+        num_left = len(to_run) - len(outcomes) + num_remaining_runs
         time_left = (time.perf_counter() - started) / len(outcomes) * num_left
         label, seed = key
         line = f"{len(outcomes)} of {len(to_run)} candidates ended · {label}, seed {seed} · "
         line += _outcome_text(outcomes[key])
-        say(f"{line} · about {format_duration(time_left)} left, with the {num_after} runs that follow")
+        say(f"{line} · about {format_duration(time_left)} left, with the {num_remaining_runs} runs that follow")
     return outcomes
 
 
@@ -1098,13 +1103,15 @@ def _tried(candidate: Candidate, outcome: dict[str, Any] | ComingleError) -> Tri
     return {"values": candidate.values, "mean_valid_loss": outcome[_VALID_LOSS]}
 
 
-def _lowest_loss(tried: Sequence[TriedCandidate]) -> int | None:
-    """Return the number of the candidate with the lowest validation loss, the first of equal ones; None without any."""
-    losses = {number: loss for number, one in enumerate(tried) if (loss := one["mean_valid_loss"]) is not None}
-    return min(losses, key=lambda number: losses[number], default=None)
+def _index_of_lowest_loss(tried: Sequence[TriedCandidate]) -> int | None:
+    """Return the index of the candidate with the lowest validation loss, the first of equal ones; None without any."""
+    losses = {index: loss for index, one in enumerate(tried) if (loss := one["mean_valid_loss"]) is not None}
+    return min(losses, key=lambda index: losses[index], default=None)
 
 
-def _all_failed(candidates: Sequence[Candidate], outcomes: Mapping[Key, dict[str, Any] | ComingleError]) -> RunError:
+def _no_finite_loss_error(
+    candidates: Sequence[Candidate], outcomes: Mapping[Key, dict[str, Any] | ComingleError]
+) -> RunError:
     """Return the error of a method whose candidates have no finite loss.
 
     Args:
@@ -1139,21 +1146,26 @@ def _write_picks(folder: Path, record: Tuning, recipes: Mapping[Key, Recipe], *,
         record: Candidates and picked values.
         recipes: The runs of the comparison; other methods in the record stay where they are.
         force: Whether to replace run folders.
+
+    Raises:
+        RunError: The folder of a method has another run, which is not to be replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{TUNING}.json", record)
-    seed = record["seed"]
+    targets = folders_of(recipes, folder)
     for label, method in record["methods"].items():
-        if (label, seed) in recipes:
-            candidate_label, _seed = _key_of_candidate(label, method["picked"], seed)
-            source = folder / TUNING / f"{folder_name(candidate_label)}-seed{seed}"
-            target = folder / f"{folder_name(label)}-seed{seed}"
+        key = label, record["seed"]
+        if key in recipes:
+            candidate_key = _key_of_candidate(label, method["picked"], record["seed"])
+            source = folders_of([candidate_key], folder / TUNING)[candidate_key]
+            target = targets[key]
             if not source.exists():  # an earlier command has moved it
                 continue
-            if target.exists() and force:
+            if target.exists() and not force:  # --force was interrupted before it replaced the run
+                raise RunError(f"{target}: is not the picked run, which is in {source}; --force replaces it")
+            if target.exists():
                 shutil.rmtree(target)
-            if not target.exists():
-                source.rename(target)
+            source.rename(target)
 
 
 def _earlier_picks(
@@ -1193,6 +1205,6 @@ def _earlier_picks(
                 raise RunError(f"{file}: --tune: {name} were {earlier[name]} and are {record[name]}; use another --out")
     tuned = {} if earlier is None else dict(earlier["methods"])
     for key, run_folder in folders_of(recipes, folder).items():
-        if key[0] in candidates and key[0] not in tuned and (run_folder / "recipe.yaml").exists():
+        if key[0] in candidates and key[0] not in tuned and run_folder.exists():
             raise RunError(f"{run_folder}: exists and was not tuned; use another --out")
     return tuned

@@ -220,7 +220,7 @@ def compare(
         if tune:
             tuned = tune_recipes(recipes, tune, folder, run_all, resume=resume, force=force, say=reporter.say)
             recipes, tuning = tuned.recipes, tuned.record
-            results = dict(tuned.train_remaining(folder, run_all))
+            results = dict(tuned.outcomes_of_all_runs(folder, run_all))
             runs = [(key, results[key]) for key in recipes]  # in the order of the methods
         else:
             runs = run_all(recipes, folder)
