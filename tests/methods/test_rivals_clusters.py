@@ -30,7 +30,7 @@ from comingle.methods.fedalt import (
     LABELS,
     ScalarGating,
     TreeOfUsers,
-    choose_depths,
+    choose_clusters,
     factors_by_layer,
     frobenius_distances,
     means_of_clusters,
@@ -416,7 +416,7 @@ TAU, WINDOW = -0.2, 2
 TREE = {"name": "fedtreelora", "threshold": TAU, "window": WINDOW, "warmup_rounds": 2}
 
 
-def depths_by_hand(far_by_layer: list[list[list[float]]], tau: float, window: int) -> list[list[list[int]]]:
+def clusters_by_hand(far_by_layer: list[list[list[float]]], tau: float, window: int) -> list[list[list[int]]]:
     """The groups of each layer: of cuts of the tree of mean distances the one with the best score within the window."""
     users = range(len(far_by_layer[0]))
     whole = [[sum(far[i][j] for far in far_by_layer) / len(far_by_layer) for j in users] for i in users]
@@ -434,12 +434,12 @@ def depths_by_hand(far_by_layer: list[list[list[float]]], tau: float, window: in
 
 @pytest.mark.parametrize(("tau", "window"), [(0.3, 2), (-1.0, 2), (-1.0, 4), (1.0, 3)])
 @pytest.mark.parametrize("users", [2, 5, 9])
-def test_depths_are_cuts_of_one_tree_that_grow_by_less_than_the_window(users: int, tau: float, window: int) -> None:
+def test_clusters_are_cuts_of_one_tree_that_grow_by_less_than_the_window(users: int, tau: float, window: int) -> None:
     for seed in range(4):
         distances = [some_points(10 * seed + layer, users) for layer in range(4)]
         merges = agglomerate(torch.stack(distances).mean(0))
-        labels = choose_depths(merges, distances, tau, window)
-        wanted = depths_by_hand([far.tolist() for far in distances], tau, window)
+        labels = choose_clusters(merges, distances, tau, window)
+        wanted = clusters_by_hand([far.tolist() for far in distances], tau, window)
         assert [as_groups(labels[:, layer]) for layer in range(4)] == wanted
         counts = [1, *(int(of_layer.max()) + 1 for of_layer in labels.T)]
         assert all(0 <= after - before < window for before, after in pairwise(counts))
@@ -447,7 +447,7 @@ def test_depths_are_cuts_of_one_tree_that_grow_by_less_than_the_window(users: in
 
 
 def test_one_user_is_one_cluster_in_each_layer() -> None:
-    assert choose_depths([], [torch.zeros(1, 1).double()] * 2, 0.1, 3).tolist() == [[0, 0]]
+    assert choose_clusters([], [torch.zeros(1, 1).double()] * 2, 0.1, 3).tolist() == [[0, 0]]
 
 
 def test_distances_are_norms_of_differences_of_all_factors_of_a_layer() -> None:
@@ -500,7 +500,7 @@ class HandTree:
         if not self.groups:
             users = sorted(new)
             far = [[[self.far(new[i], new[j])[layer] for j in users] for i in users] for layer in range(2)]
-            found = depths_by_hand(far, TAU, WINDOW)
+            found = clusters_by_hand(far, TAU, WINDOW)
             self.groups = [[[users[at] for at in group] for group in groups] for groups in found]
             self.warm = dict(new)
             return

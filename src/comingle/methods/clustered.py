@@ -471,8 +471,8 @@ def fedlease(*, max_experts: Annotated[int, Range(least=2, most=999)] = 4, warmu
     Means are weighted by ``training.weighting``.  Users who miss the first exchange start from the initial LoRA and
     join the closest cluster with their first upload, which is in no mean; so do users who join later.  With fewer than
     three participants in the first exchange there is one cluster.  A download has ``max_experts`` experts, with zeros
-    for missing ones.  ``adapters.top_k`` and the balancing penalty are ignored.  We had the public code and summaries
-    of the paper, not its text: average linkage, the softmax over the chosen outputs and ``max_experts`` are the code's,
+    for missing ones.  ``adapters.top_k`` and the balancing penalty are ignored.  Written from the public code and
+    summaries of the paper: average linkage, the softmax over the chosen outputs and ``max_experts`` are the code's,
     whose warm-up has 5 rounds.
 
     Args:
@@ -520,21 +520,21 @@ class AdaptiveGating:
     ) -> Float[Tensor, "users n experts"]:
         """Return the experts' weights for each token: the softmax over its user's M largest outputs.
 
-        M is the number of the user's experts; one whose LoRA factor A is zero is missing. The rows of the first expert
-        beyond its M-th do not count.
+        M is the number of the user's experts. The rows of the first expert beyond its M-th do not count.
 
         Args:
             router: The router, with the A factors of all experts as ``keys``.
             products: Products of the router's rows with x.
             x: Inputs of the MLP for n tokens of each user.
         """
-        is_present = router.keys.flatten(2).any(-1)  # (users, experts)
-        most = is_present.shape[1]
-        is_within = torch.arange(most, device=products.device) < is_present.sum(1, keepdim=True)  # the first M of most
-        exists = torch.cat([is_within, is_present[:, 1:]], 1).unsqueeze(1)  # (users, 1, rows)
-        logits = products.masked_fill(~exists, -torch.inf)
+        # Downloads pad missing experts with zeros, also their factors A.
+        has_expert = router.keys.flatten(2).any(-1)  # (users, experts)
+        most = has_expert.shape[1]
+        is_one_of_m = torch.arange(most, device=products.device) < has_expert.sum(1, keepdim=True)  # first M of most
+        has_output = torch.cat([is_one_of_m, has_expert[:, 1:]], 1).unsqueeze(1)  # (users, 1, rows)
+        logits = products.masked_fill(~has_output, -torch.inf)
         largest = logits.topk(most, dim=-1).indices
         picks = torch.zeros_like(logits, dtype=torch.bool)
-        picks = picks.scatter(-1, largest, is_within.unsqueeze(1).expand(largest.shape))
+        picks = picks.scatter(-1, largest, is_one_of_m.unsqueeze(1).expand(largest.shape))
         weights = logits.masked_fill(~picks, -torch.inf).softmax(-1)
         return torch.cat([weights[..., :most].sum(-1, keepdim=True), weights[..., most:]], -1)

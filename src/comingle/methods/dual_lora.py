@@ -330,7 +330,7 @@ def sdflora() -> Method:
     truncated to each user's rank.  Privacy noise (``mechanism: local``) reaches the shared LoRA only.
     Differs from the paper: both LoRA are experts of a whole MLP whose outputs are averaged (in each linear with
     ``adapters: {mix: linear}``), where the paper learns weights for them in each linear.  Attention has a shared LoRA
-    only.  Both LoRA have the same rank.  We had the paper's abstract and code, not its equations.
+    only.  Both LoRA have the same rank.  Written from the public code and the abstract.
     """
     return Method(
         name="sdflora",

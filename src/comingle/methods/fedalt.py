@@ -121,7 +121,7 @@ class RestOfWorld(Server):
 # ---------------------------------------------------------------- FedTreeLoRA
 
 
-FIRST, LABELS = "first", "labels"
+FIRST_FACTORS, IN_TREE, LABELS = "first", "sent", "labels"
 
 
 def factors_by_layer(uploads: Tree) -> list[Float[Tensor, "users columns"]]:
@@ -152,13 +152,13 @@ def frobenius_distances(
     return torch.cdist(factors, others, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def choose_depths(
+def choose_clusters(
     merges: Merges, distances: Sequence[Float[Tensor, "users users"]], threshold: float, window: int
 ) -> Int[Tensor, "users layers"]:
     """Return each user's cluster in each layer: cuts of one tree, into more clusters for deeper layers.
 
-    In layer l the number of clusters c is from that of the layer before, c', below ``min(users, c' + window)``. It has
-    the largest silhouette in the layer's distances; one cluster counts as ``threshold``. The first layer may have one
+    Layer l has c clusters, ``c' <= c < min(users, c' + window)``, with c' of the layer before and c' = 1 for the first.
+    The c with the largest silhouette in the layer's distances wins; c = 1 scores ``threshold``. A user alone is one
     cluster.
 
     Source: FedTreeLoRA (Bian et al. 2026, arXiv:2603.13282), adaptive layer-wise depth alignment.
@@ -172,7 +172,7 @@ def choose_depths(
     num_users = len(merges) + 1
     num_clusters, labels = 1, []
     for of_layer in distances:
-        most = max(num_clusters, min(num_users - 1, num_clusters + window - 1))  # a user alone is one cluster
+        most = max(num_clusters, min(num_users - 1, num_clusters + window - 1))
         cuts = {number: cut(merges, number) for number in range(num_clusters, most + 1)}
         scores = {
             number: threshold if number == 1 else silhouette(of_layer.cpu(), users) for number, users in cuts.items()
@@ -196,7 +196,7 @@ class TreeOfUsers(Server):
     threshold: float
     window: int
     kind = "stack"
-    by_user = frozenset({OWN, FIRST, SENT, LABELS})
+    by_user = frozenset({OWN, FIRST_FACTORS, IN_TREE, LABELS})
     one_rank = True
     first_download = True
     keeps_adapters = False
@@ -214,8 +214,8 @@ class TreeOfUsers(Server):
         return {
             **{MODEL_PREFIX + name: t[0].clone() for name, t in models.items()},
             OWN: torch.zeros_like(flat_model.expand(num_users, -1)),
-            FIRST: torch.zeros_like(torch.cat(factors, 1).expand(num_users, -1)),
-            SENT: torch.zeros(num_users),
+            FIRST_FACTORS: torch.zeros_like(torch.cat(factors, 1).expand(num_users, -1)),
+            IN_TREE: torch.zeros(num_users),
             LABELS: torch.zeros(num_users, len(factors), dtype=torch.int64),
         }
 
@@ -233,20 +233,20 @@ class TreeOfUsers(Server):
         """
         users = torch.tensor(received.users, device=kept[OWN].device)
         kept[OWN][users] = flatten([received.tensors[name] for name in model_of(kept)]).to(kept[OWN])
-        is_new = kept[SENT][users] == 0
+        is_new = kept[IN_TREE][users] == 0
         if not is_new.any():
             return
         new_users = users[is_new]
         factors = factors_by_layer({name: t[is_new.to(t.device)] for name, t in received.tensors.items()})
-        if kept[SENT].any():
+        if kept[IN_TREE].any():
             kept[LABELS][new_users] = _labels_of_closest(kept, factors)
         else:
             require_finite(torch.cat(factors, 1), "fedtreelora")
             distances = [frobenius_distances(of_layer, of_layer) for of_layer in factors]
             merges = agglomerate(torch.stack(distances).mean(0))
-            kept[LABELS][new_users] = choose_depths(merges, distances, self.threshold, self.window).to(kept[LABELS])
-        kept[FIRST][new_users] = torch.cat(factors, 1)
-        kept[SENT][new_users] = 1
+            kept[LABELS][new_users] = choose_clusters(merges, distances, self.threshold, self.window).to(kept[LABELS])
+        kept[FIRST_FACTORS][new_users] = torch.cat(factors, 1)
+        kept[IN_TREE][new_users] = 1
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return each layer's means over the users of the user's cluster, and over all others as second expert.
@@ -260,14 +260,14 @@ class TreeOfUsers(Server):
         """
         initial_model = model_of(kept)
         indices = list(users)
-        in_tree = kept[SENT].to(kept[OWN])
-        is_in_tree = in_tree[indices].bool()
+        counted = kept[IN_TREE].to(kept[OWN])
+        is_in_tree = counted[indices].bool()
         layers = sorted({layer_of(name) for name in initial_model})
         sizes = [t.numel() for t in initial_model.values()]
         download = {}
         for (name, initial), uploads in zip(initial_model.items(), kept[OWN].split(sizes, dim=1), strict=True):
             labels = kept[LABELS][:, layers.index(layer_of(name))]
-            cluster_means, external_means = means_of_clusters(uploads, labels, in_tree)
+            cluster_means, external_means = means_of_clusters(uploads, labels, counted)
             shape = (len(indices), *initial.shape)
             own = cluster_means[labels[indices]].view(shape)
             own = torch.where(is_in_tree.view(-1, *[1] * initial.dim()), own, initial)
@@ -286,10 +286,10 @@ def _labels_of_closest(kept: Tree, factors: Sequence[Float[Tensor, "users column
         kept: State of the server, with the tree's users.
         factors: The new users' factors B of each layer.
     """
-    in_tree = kept[SENT].nonzero().flatten()
-    first_factors = kept[FIRST][in_tree].split([of_layer.shape[1] for of_layer in factors], 1)
+    tree_users = kept[IN_TREE].nonzero().flatten()
+    first_factors = kept[FIRST_FACTORS][tree_users].split([of_layer.shape[1] for of_layer in factors], 1)
     distances = [frobenius_distances(new, first) for new, first in zip(factors, first_factors, strict=True)]
-    return kept[LABELS][in_tree[torch.stack(distances).mean(0).argmin(1)]]
+    return kept[LABELS][tree_users[torch.stack(distances).mean(0).argmin(1)]]
 
 
 def means_of_clusters(
@@ -327,17 +327,17 @@ def fedtreelora(
     Client: in the first ``warmup_rounds`` rounds local steps on the user's own LoRA, without exchange.  Then local
     steps on attention, the cluster's expert and the number together, the latter with the router's settings.  The
     cluster's expert has the weight lambda, from 0 to 1, and the external one ``1 - lambda``.
-    Server: after the warm-up a tree by agglomerative clustering, with the mean over layers of ``|B_i - B_j|``.  From
-    the first layer to the last the number of clusters c_l has the largest silhouette in the layer's distances, with
-    ``threshold`` for one cluster, of ``c_(l-1)`` to below ``c_(l-1) + window``, below the number of users.  Then the
-    cluster's expert is the plain mean of A and of B over the most recent uploads of the layer's cluster, the external
-    one that over all other users.
+    Server: after the warm-up a tree by agglomerative clustering, with the mean over layers of ``|B_i - B_j|``.  Layer l
+    has c clusters, ``c' <= c < min(users, c' + window)``, with c' of the layer before and c' = 1 for the first.  The c
+    with the largest silhouette in the layer's distances wins; c = 1 scores ``threshold``.  Then the cluster's expert is
+    the plain mean of A and of B over the most recent uploads of the layer's cluster, the external one that over all
+    other users.
     Differs from the paper: an expert is a whole MLP with its LoRA, whose outputs are mixed, with one lambda for each
     MLP; with ``adapters: {mix: linear}`` the outputs of each linear are mixed, as in the paper.  Attention has the
     cluster's LoRA only.  lambda is the sigmoid of a number that starts at 0; a user without external expert has 1.
     Absent users count with their most recent upload.  Users who miss the first exchange start from the initial LoRA,
-    and their first upload puts them beside the closest user of the tree.  Users who join later train alone.  We had
-    summaries of the paper with its equations, not its text: average linkage, the form of lambda and the defaults are
+    and their first upload puts them beside the closest user of the tree.  Users who join later train alone.
+    Written from summaries of the paper with its equations: average linkage, the form of lambda and the defaults are
     ours.
 
     Args:
@@ -385,7 +385,7 @@ class ScalarGating:
     ) -> Float[Tensor, "users n experts"]:
         """Return the experts' weights: lambda and ``1 - lambda``, or 1 and 0 if the second expert is missing.
 
-        An expert whose LoRA factor A is zero is missing.
+        An expert whose LoRA factor A is zero is missing: downloads pad missing experts with zeros.
 
         Args:
             router: The router, with the logits of lambda in its weight and the A factors of the experts as ``keys``.

@@ -419,8 +419,8 @@ def fedamole(
     only.  The means of T x and A_e x are over directions of random training windows, computed with averaged experts,
     instead of all tokens of held-out windows.  Means over users are weighted by ``training.weighting``.  An expert
     without participants is unchanged, and absent users count with their most recent T x.  Missing experts are sent as
-    zeros.  Users who join later get the experts that fit best.  We had the paper's code, and the abstract of its fourth
-    version, not its equations.
+    zeros.  Users who join later get the experts that fit best.  Written from the public code and the abstract
+    of the paper's fourth version.
 
     Args:
         experts: Domain experts for each MLP on the server; 0 is three for each user.

@@ -236,8 +236,8 @@ def fed_sb(*, first_rate: Positive = 5e-5) -> Method:
     vectors and values of D.  Then local steps on training text train R.
     Server: in the first exchange an SVD of the mean change ``sum_u p_u B_u R_u A_u``, with aggregation weight p_u,
     whose factors all users get; after it the mean of R: ``B mean(R) A = mean(B R A)``.
-    Differs from the paper: its code computes one G from samples of all users together, which no server has here.  We
-    had the code, and of the papers only abstracts.  All users have the same LoRA rank.
+    Differs from the paper: its code computes one G from samples of all users together, which no server has here.  All
+    users have the same LoRA rank.  Written from the public code and the abstracts.
 
     Args:
         first_rate: Learning rate of the first update of full fine-tuning, that of the first step of a warm-up.
@@ -270,7 +270,7 @@ class FirstUpdate(ClientHook):
             for name, gradient in cohort.weight_gradients(user).items():
                 update = first_update(gradient, self.first_rate)
                 rank = cohort.tensors[f"{name}.a"].shape[-2]
-                for suffix, factor in zip(("a", "b", MIDDLE), silver_bullet(update, rank, scale), strict=True):
+                for suffix, factor in zip(("a", "b", MIDDLE), svd_factors(update, rank, scale), strict=True):
                     cohort.tensors[f"{name}.{suffix}"][user] = factor
 
 
@@ -279,7 +279,7 @@ def first_update(gradient: Tensor, rate: float) -> Tensor:
     return -rate * gradient.sign()
 
 
-def silver_bullet(
+def svd_factors(
     update: Float[Tensor, "*experts d_in d_out"], rank: int, scale: float = 1.0
 ) -> tuple[
     Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"], Float[Tensor, "*experts rank rank"]
@@ -294,12 +294,13 @@ def silver_bullet(
         rank: LoRA rank; rows beyond the smaller of d_in and d_out are zero.
         scale: LoRA scale.
     """
+    # of the transposed update `left` belongs to d_in, `right` to d_out
     left, singular_values, right = torch.linalg.svd(update, full_matrices=False)
     missing = max(0, rank - singular_values.shape[-1])
-    rows = torch.nn.functional.pad(left.mT[..., :rank, :], (0, 0, 0, missing))
-    columns = torch.nn.functional.pad(right[..., :rank, :], (0, 0, 0, missing))
+    a = torch.nn.functional.pad(left.mT[..., :rank, :], (0, 0, 0, missing))
+    b = torch.nn.functional.pad(right[..., :rank, :], (0, 0, 0, missing))
     middle = torch.nn.functional.pad(singular_values[..., :rank], (0, missing)) / scale
-    return rows, columns, torch.diag_embed(middle)
+    return a, b, torch.diag_embed(middle)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +328,7 @@ class MiddleMean(Mean):
             r = received.tensors[f"{name}.{MIDDLE}"]
             weights = received.weights.to(a).view(-1, *[1] * (a.dim() - 1))
             mean_change = ((r @ a).mT @ (weights * b)).sum(0)  # (*experts, d_in, d_out)
-            factors = silver_bullet(mean_change, rank=a.shape[-2])
+            factors = svd_factors(mean_change, rank=a.shape[-2])
             for suffix, factor in zip(("a", "b", MIDDLE), factors, strict=True):
                 kept[f"{MODEL_PREFIX}{name}.{suffix}"].copy_(factor)
 
@@ -339,10 +340,10 @@ def fedrot_lora(*, rotation_strength: Share = 1.0) -> Method:
     and its public code.
     Shared: attention, 1 expert per MLP.  Local: nothing.  Frozen: the base.
     Client: local steps on training text, with a new optimiser each round.  Then it replaces A and B of each LoRA by
-    ``R^T A`` and ``B R``, whose product is the same, with the orthogonal R that brings A (in the second, fourth ...
-    round) or B (in the third, fifth ...) closest to the downloaded one.  The first round has no rotation.
+    ``R^T A`` and ``B R``, whose product is the same, with the orthogonal R that brings A (in rounds 2, 4, ...) or B (in
+    rounds 3, 5, ...) closest to the downloaded one.  The first round has no rotation.
     Server: mean of A and of B over users.
-    Differs from the paper: we had its code, abstract and introduction.  LoRA is where ``adapters`` puts it.
+    Differs from the paper: LoRA is where ``adapters`` puts it.  Written from its code, abstract and introduction.
 
     Args:
         rotation_strength: 1 for the closest orthogonal matrix R; below 1 for the rotation closest to ``(1 - strength) I
@@ -365,7 +366,9 @@ class Rotate(ClientHook):
     looks_back = True
 
     def end(self, cohort: Cohort) -> None:
-        """Rotate each user's factors: A towards the A of the round's start in odd rounds (from 0), B in even ones.
+        """Rotate each user's factors towards those of the round's start: A in rounds 2, 4, ..., B in rounds 3, 5, ...
+
+        ``round_number`` starts at 0.
 
         Args:
             cohort: Users who are trained in one batch, with their tensors, which are changed in place.

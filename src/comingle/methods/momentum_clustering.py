@@ -181,8 +181,8 @@ def momentum_clustering(
     round before.  In FLoRAL's code they start at means of random groups, so close together that they collapse; in the
     paper's code each user has a centre.  Means are weighted by ``training.weighting``.  The server keeps x_i for absent
     users.  Users who join later move by all steps of the nearest cluster.  The other defaults are FLoRAL's; its recipe
-    has a quantile of 0.1 and 10 iterations, the paper's code also 10.  We had the paper's abstract and public code, and
-    FLoRAL's code, not the paper's text.
+    has a quantile of 0.1 and 10 iterations, the paper's code also 10.  Written from the public code, FLoRAL's
+    code and the abstract.
 
     Args:
         clusters: Number C of clusters of users, each with a centre of momentum.
