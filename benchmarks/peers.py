@@ -18,7 +18,7 @@ faster comingle is, the median over turns, ``memory_times`` how many times as mu
 - ``opacus``: the sum of clipped gradients of 16 windows, the same model. Beside Opacus, with gradients of
   single windows and with ghost clipping; ``difference`` is the relative one of the two sums.
 - ``blazefl``: a round of BlazeFL's example, its small CNN, 100 users, an epoch of 500 stand-in images, batch 50. Beside
-  BlazeFL with threads and with processes; ``bitwise`` says whether a round repeats bit by bit.
+  BlazeFL with threads and with processes; ``is_repeatable`` says whether a round repeats bit by bit.
 - ``pfllib``: a round of PFLlib's published case, 500 users, its 4-layer CNN, 90 stand-in images, batch 10.
 
 Environments: ``pip install torch peft opacus h5py scikit-learn matplotlib tqdm 'flwr[simulation]'`` and
@@ -53,8 +53,8 @@ class Row:
     Args:
         peers: Peers of ``peers_theirs.py``.
         tool: Name of the environment and of the checkout that they need.
-        dtypes: Number formats in which the row is measured.
         module: Module that the peers import.
+        dtypes: Number formats in which the row is measured.
         needs_checkout: Whether the peer's code is read from a checkout.
         warm_up: Turns that are not counted.
     """
@@ -129,7 +129,7 @@ class Worker:
 
 
 def tree_bytes(pid: int) -> int:
-    """Return the peak memory (VmHWM) of a process, plus what its children have now that they share with no process.
+    """Return a process's peak memory (VmHWM) plus the private memory that its descendants have now.
 
     A child that was forked a moment ago, such as to start a compiler, still shares all memory with its parent.
     """
@@ -165,10 +165,10 @@ def start(command: Sequence[str | Path], log: Path) -> Iterator[Worker]:
     """
     paths = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
-    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **quiet}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **quiet}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with log.open("w") as errors:
-        process = subprocess.Popen([str(part) for part in command], stderr=errors, env=surroundings, **pipes)
+        process = subprocess.Popen([str(part) for part in command], stderr=errors, env=environment, **pipes)
     worker = Worker(process=process, log=log)
     try:
         worker.read()
@@ -207,11 +207,11 @@ def compare(name: str, dtype: str, args: argparse.Namespace) -> Iterator[dict[st
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         options = ["--work", folder, "--dtype", dtype, "--threads", str(args.threads)]
-        own = [*options, *(["--data", args.data] if args.data else []), *(["--toy"] if args.toy else [])]
-        with start([sys.executable, FOLDER / "peers_ours.py", name, *own], folder / "ours.log") as ours:
+        our_options = [*options, *(["--data", args.data] if args.data else []), *(["--toy"] if args.toy else [])]
+        with start([sys.executable, FOLDER / "peers_ours.py", name, *our_options], folder / "ours.log") as ours:
             if reason:
-                found = measure({"comingle": ours}, args.turns, row.warm_up)
-                yield {"row": name, "dtype": dtype, "comingle": found["comingle"], "skipped": reason}
+                results = measure({"comingle": ours}, args.turns, row.warm_up)
+                yield {"row": name, "dtype": dtype, "comingle": results["comingle"], "skipped": reason}
                 return
             theirs = [*options, *(["--checkout", Path(checkout).resolve()] if checkout else [])]
             with ExitStack() as stack:
@@ -219,25 +219,25 @@ def compare(name: str, dtype: str, args: argparse.Namespace) -> Iterator[dict[st
                 for peer in row.peers:
                     command = [python, FOLDER / "peers_theirs.py", peer, *theirs]
                     workers[peer] = stack.enter_context(start(command, folder / f"{peer}.log"))
-                found = measure(workers, args.turns, row.warm_up)
+                results = measure(workers, args.turns, row.warm_up)
             for peer in row.peers:
-                yield compared(name, dtype, peer, found)
+                yield comparison_line(name, dtype, peer, results)
 
 
 def measure(workers: Mapping[str, Worker], turns: int, warm_up: int) -> dict[str, dict[str, Any]]:
     """Return what each worker took: seconds of its turns, peak memory, and what its model has learnt.
 
     Args:
-        workers: The workers by name; they take turns.
+        workers: The workers by name, comingle's first; they take turns.
         turns: Number of counted turns.
         warm_up: Number of turns before them.
     """
     for number in range(warm_up + turns):
         for worker in workers.values():
-            took = worker.ask("turn")
+            reply = worker.ask("turn")
             if number >= warm_up:
-                worker.seconds.append(took["seconds"])
-                worker.cpu_seconds.append(took["cpu_seconds"])
+                worker.seconds.append(reply["seconds"])
+                worker.cpu_seconds.append(reply["cpu_seconds"])
     peaks = {name: worker.peak_bytes for name, worker in workers.items()}  # before scores, which take memory
     return {
         name: {
@@ -246,28 +246,28 @@ def measure(workers: Mapping[str, Worker], turns: int, warm_up: int) -> dict[str
             "peak_mib": peaks[name] >> 20,
             **worker.ask("score"),
         }
-        for name, worker in workers.items()
+        for name, worker in workers.items()  # comingle first: its score writes what peers compare with
     }
 
 
-def compared(name: str, dtype: str, peer: str, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def comparison_line(name: str, dtype: str, peer: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the line of a peer.
 
     Args:
         name: Name of the row.
         dtype: Number format.
         peer: Name of the peer.
-        found: What comingle and the peer took.
+        results: What comingle and the peer took.
     """
-    ours, theirs = found["comingle"], found[peer]
-    times = statistics.median(b / a for a, b in zip(ours["turns"], theirs["turns"], strict=True))
+    ours, theirs = results["comingle"], results[peer]
+    speedup = statistics.median(b / a for a, b in zip(ours["turns"], theirs["turns"], strict=True))
     memory = theirs["peak_mib"] / ours["peak_mib"]
-    behind = [measure for measure, ratio in (("seconds", times), ("memory", memory)) if ratio <= 1]
+    behind = [measure for measure, ratio in (("seconds", speedup), ("memory", memory)) if ratio <= 1]
     sides = {
         side: {"seconds": round(statistics.median(of["turns"]), 3)} | {k: v for k, v in of.items() if k != "turns"}
         for side, of in (("comingle", ours), ("peer", theirs))
     }
-    ratios = {"times": round(times, 2), "memory_times": round(memory, 2), "behind": behind}
+    ratios = {"times": round(speedup, 2), "memory_times": round(memory, 2), "behind": behind}
     return {"row": name, "dtype": dtype, "name": peer, **sides, **ratios}
 
 
@@ -285,7 +285,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def named(values: Sequence[str]) -> dict[str, str]:
+def parse_named(values: Sequence[str]) -> dict[str, str]:
     """Return ``NAME=PATH`` options by name; a path alone has the name ``""``."""
     return {name if path else "": path or name for name, _, path in (value.partition("=") for value in values)}
 
@@ -295,7 +295,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="gpt2,small,sixteen,nets", help=f"of {', '.join(ROWS)}, or all")
     parser.add_argument("--dtypes", default=",".join(BOTH))
-    parser.add_argument("--turns", "--iters", type=int, default=3)
+    # --iters is the name in earlier commits, which compare_commits.py also measures.
+    parser.add_argument("--turns", "--iters", type=int, default=3, help="turns that count")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--python", action="append", default=[], metavar="[TOOL=]PATH", help="Python of the peers")
     parser.add_argument("--checkout", action="append", default=[], metavar="TOOL=FOLDER", help="public code of a peer")
@@ -303,7 +304,7 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="tiny sizes, which only show that everything runs")
     parser.add_argument("--ours-alone", action="store_true", help="run comingle's side where a peer is not installed")
     args = parser.parse_args()
-    args.python, args.checkout = named(args.python), named(args.checkout)
+    args.python, args.checkout = parse_named(args.python), parse_named(args.checkout)
     lines = []
     for name in ROWS if args.rows == "all" else args.rows.split(","):
         for dtype in ROWS[name].dtypes:

@@ -8,6 +8,7 @@ The peers read the same data, initial values and settings from ``FOLDER/work.pt`
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,8 +41,8 @@ from peers_theirs import Side, answer, read_work, replies, small_net, training_s
 
 RANK, SCALE = 8, 1.0
 SMALL = {"layers": 4, "dim": 256, "heads": 4, "vocab": 8192}
-TEXT = {"family": "llama", **SMALL, "vocab": 259, "users": 16, "batch": 4, "steps": 4}
-SHAPES: dict[str, dict[str, Any]] = {
+TEXT = {"family": "llama", **SMALL, "vocab": 259, "users": 16, "batch": 4, "steps": 4, "federated": True}
+SETTINGS: dict[str, dict[str, Any]] = {
     "gpt2": {"layers": 12, "dim": 768, "heads": 12, "vocab": 50257, "users": 4, "batch": 4, "rate": 2e-3},
     "small": {**SMALL, "users": 4, "batch": 16, "rate": 2e-3},
     "sixteen": {**SMALL, "users": 16, "batch": 1, "rate": 2e-3},
@@ -61,30 +62,30 @@ CONTEXT, TEST_WINDOWS = 128, 4
 # -------------------------------------------------------------------- language models
 
 
-def text_row(row: str, shape: Mapping[str, Any], args: argparse.Namespace) -> Side:
+def text_row(row: str, settings: Mapping[str, Any], args: argparse.Namespace) -> Side:
     """Write a row of language models for the peers, and return comingle's side of it.
 
     Args:
         row: Name of the row.
-        shape: Sizes of the model, the users' steps and the optimiser.
+        settings: Sizes of the model, the users' steps and the optimiser.
         args: The command line.
     """
-    family = shape.get("family", "gpt2")
-    sizes = "&".join(f"{key}={shape[key]}" for key in ("layers", "dim", "heads", "vocab"))
+    family = settings.get("family", "gpt2")
+    sizes = "&".join(f"{key}={settings[key]}" for key in ("layers", "dim", "heads", "vocab"))
     base = load_base(f"random:{family}?{sizes}", dtype=args.dtype, device="cpu")
-    users = demo_users(shape) if "steps" in shape else random_users(shape)
-    clients = text_clients(base, users, shape, private=row == "opacus")
+    users = demo_users(settings) if "federated" in settings else random_users(settings)
+    clients = text_clients(base, users, settings, private=row == "opacus")
     folder = args.work / "base"
     load_base(f"random:{family}?{sizes}", dtype="float32", device="cpu").model.save_pretrained(folder)
     work: dict[str, Any] = {
-        **{key: value for key, value in shape.items() if key not in ("layers", "dim", "heads")},
+        **{key: value for key, value in settings.items() if key not in ("layers", "dim", "heads")},
         "rank": RANK,
         "scale": SCALE,
         "context": CONTEXT,
         "turned": family == "gpt2",
         "linears": ["c_attn", "c_proj", "c_fc"] if family == "gpt2" else "all-linear",
     }
-    if "steps" in shape:
+    if "federated" in settings:
         work["train"] = torch.stack([windows(user.train, CONTEXT + 1) for user in users])
         work["test"] = torch.stack([windows(user.test, CONTEXT) for user in users])
         if row == "opacus":  # B is zero at the start, which makes half of the gradients zero
@@ -92,9 +93,9 @@ def text_row(row: str, shape: Mapping[str, Any], args: argparse.Namespace) -> Si
         work["lora"] = peft_names(clients.model.tensors(clients.state.rows))
     torch.save(work, args.work / "work.pt")
     if row == "opacus":
-        return clipped_sums(clients, shape, args.work)
-    if "steps" not in shape:
-        numbers, everyone = iter(range(10_000)), list(range(shape["users"]))
+        return clipped_sums(clients, settings, args.work)
+    if "federated" not in settings:
+        numbers, everyone = itertools.count(), list(range(settings["users"]))
         return Side(turn=lambda: train(clients, everyone, next(numbers)))
     return rounds(federate(clients), lambda: {"loss": mean([score.mean_loss for score in clients.evaluate()])})
 
@@ -104,56 +105,58 @@ def windows(tokens: Tensor, step: int) -> Tensor:
     return tokens.long().unfold(0, CONTEXT + 1, step).contiguous()
 
 
-def random_users(shape: Mapping[str, Any]) -> list[UserData]:
+def random_users(settings: Mapping[str, Any]) -> list[UserData]:
     """Return users with random tokens."""
     draw = torch.Generator().manual_seed(0)
-    text = [torch.randint(shape["vocab"], (20_000,), generator=draw, dtype=torch.int32) for _ in range(shape["users"])]
+    text = [
+        torch.randint(settings["vocab"], (20_000,), generator=draw, dtype=torch.int32) for _ in range(settings["users"])
+    ]
     return [UserData(name=f"user{i}", train=t, valid=t, test=t) for i, t in enumerate(text)]
 
 
-def demo_users(shape: Mapping[str, Any]) -> list[UserData]:
+def demo_users(settings: Mapping[str, Any]) -> list[UserData]:
     """Return users with parts of a demo user's text, as bytes: the windows of a round, and test windows."""
-    count = shape["steps"] * shape["batch"] * (CONTEXT + 1)
+    count = settings["steps"] * settings["batch"] * (CONTEXT + 1)
     test = TEST_WINDOWS * CONTEXT + 1
     text = torch.tensor(list("\n".join(read_library()).encode()), dtype=torch.int32)
-    parts = text.split(count + test)[: shape["users"]]
+    parts = text.split(count + test)[: settings["users"]]
     users = [UserData(name=f"user{i}", train=t[:count], valid=t[count:], test=t[count:]) for i, t in enumerate(parts)]
-    assert len(users) == shape["users"], "the demo text is too short"
+    assert len(users) == settings["users"], "the demo text is too short"
     return users
 
 
-def text_clients(base: Any, users: list[UserData], shape: Mapping[str, Any], *, private: bool) -> Clients:
+def text_clients(base: Any, users: list[UserData], settings: Mapping[str, Any], *, private: bool) -> Clients:
     """Return clients of ``fedit``: FedAvg of one LoRA on all linears.
 
     Args:
         base: The base model.
         users: The users.
-        shape: Sizes and settings of the row.
+        settings: Sizes and settings of the row.
         private: Whether steps clip the gradients of single windows.
     """
     method = make("fedit")
     placement = method.placement
     counts = ExpertCounts(generalists=placement.generalists, specialists=placement.specialists_of(len(users)))
-    adapters = AdaptersSection(rank=RANK, alpha=SCALE * RANK**0.5)
+    adapters = AdaptersSection(rank=RANK, alpha=SCALE * RANK**0.5)  # the scale is alpha / sqrt(rank)
     model = adapt(base, adapters, counts, routed=placement.routed, compiled=True, native_code=True)
-    name = shape.get("optimizer", "adamw")
+    name = settings.get("optimizer", "adamw")
     optimizer = OptimizerSection(
         name=name,
-        learning_rate=shape["rate"],
+        learning_rate=settings["rate"],
         weight_decay=0.01 if name == "adamw" else 0.0,
         schedule="constant",
-        clip_norm=None if private else shape.get("clip"),
+        clip_norm=None if private else settings.get("clip"),
     )
     training = TrainingSection(
         rounds=100,
-        local_steps=shape.get("steps", 1),
-        batch_size=shape["batch"],
+        local_steps=settings.get("steps", 1),
+        batch_size=settings["batch"],
         context=CONTEXT,
         experts=optimizer,
     )
     plan = RunPlan(method=method, training=training, runtime=RuntimeSection())
     if private:
-        privacy = PrivacySection(mechanism="example", clip_norm=shape["clip"], noise_multiplier=1.0)
+        privacy = PrivacySection(mechanism="example", clip_norm=settings["clip"], noise_multiplier=1.0)
         plan = replace(plan, privacy=privacy, users=tuple(user.name for user in users))
     source = TextBatchSource(users, plan, batch_size(plan, len(users)))
     return Clients(model, plan, trainers=users, users=users, batch_source=source)
@@ -171,22 +174,22 @@ def peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return named
 
 
-def clipped_sums(clients: Clients, shape: Mapping[str, Any], folder: Path) -> Side:
+def clipped_sums(clients: Clients, settings: Mapping[str, Any], folder: Path) -> Side:
     """Return turns that sum the clipped gradients of a batch of single windows; the score writes them for the peer.
 
     Args:
         clients: A client with example-level privacy.
-        shape: Sizes and settings of the row.
+        settings: Sizes and settings of the row.
         folder: Folder of the work.
     """
     private = cast(PrivateSteps, clients.steps.private)
     names = private.noised_names(clients.phases[0], clients.model.layout)
-    cohort, examples = clients.cohort([0], 0), torch.arange(shape["batch"]).unsqueeze(0)
+    cohort, examples = clients.cohort([0], 0), torch.arange(settings["batch"]).unsqueeze(0)
 
     def sums() -> Mapping[str, Tensor]:
         tensors = clients.model.tensors(cohort.state.rows)
         source = clients.batch_source
-        found, _ = private.clipped_sums(clients.model, source, tensors, names, cohort, examples, shape["clip"])
+        found, _ = private.clipped_sums(clients.model, source, tensors, names, cohort, examples, settings["clip"])
         return found
 
     def score() -> dict[str, Any]:
@@ -198,8 +201,8 @@ def clipped_sums(clients: Clients, shape: Mapping[str, Any], folder: Path) -> Si
 
 def rounds(federation: InProcess, score: Callable[[], dict[str, Any]]) -> Side:
     """Return rounds of all users: local steps, uploads, aggregation, downloads."""
-    a_round, numbers = stacked_round(federation), iter(range(10_000))
-    return Side(turn=lambda: a_round(next(numbers)), score=score)
+    run_round, numbers = stacked_round(federation), itertools.count()
+    return Side(turn=lambda: run_round(next(numbers)), score=score)
 
 
 def mean(values: list[float]) -> float:
@@ -216,34 +219,41 @@ def large_net() -> nn.Module:
     return nn.Sequential(*features, nn.Flatten(), nn.Linear(1600, 512), nn.ReLU(), nn.Linear(512, 100))
 
 
-def images(shape: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def images(settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return stand-in images ``(users, samples, 3, 32, 32)`` and classes: a picture for each class, with noise."""
     draw = torch.Generator().manual_seed(0)
-    pictures = torch.randn(shape["classes"], 3, 32, 32, generator=draw)
-    targets = torch.randint(shape["classes"], (shape["users"], shape["samples"]), generator=draw)
-    targets[-1, -1] = shape["classes"] - 1  # the number of classes is read off the data
+    pictures = torch.randn(settings["classes"], 3, 32, 32, generator=draw)
+    targets = torch.randint(settings["classes"], (settings["users"], settings["samples"]), generator=draw)
+    targets[-1, -1] = settings["classes"] - 1  # the number of classes is read off the data
     inputs = pictures[targets]
     for images_of_user in inputs:
         images_of_user.add_(torch.randn(images_of_user.shape, generator=draw).mul_(2))
     return inputs, targets
 
 
-def image_federation(make: Callable[[], nn.Module], data: tuple[Tensor, Tensor], shape: Mapping[str, Any]) -> InProcess:
+def image_federation(
+    make_net: Callable[[], nn.Module], data: tuple[Tensor, Tensor], settings: Mapping[str, Any]
+) -> InProcess:
     """Return FedAvg of a net on users' images, with SGD.
 
     Args:
-        make: Function that makes the net.
+        make_net: Function that makes the net.
         data: Images and classes of the users.
-        shape: Sizes and settings of the row.
+        settings: Sizes and settings of the row.
     """
-    sgd = {"name": "sgd", "learning_rate": shape["rate"], "schedule": "constant", "weight_decay": 0}
-    training = {"batch_size": shape["batch"], "local_epochs": shape["epochs"], "weighting": "samples", "experts": sgd}
+    sgd = {"name": "sgd", "learning_rate": settings["rate"], "schedule": "constant", "weight_decay": 0}
+    training = {
+        "batch_size": settings["batch"],
+        "local_epochs": settings["epochs"],
+        "weighting": "samples",
+        "experts": sgd,
+    }
     recipe = {"method": "fedavg", "training": training, "runtime": {"device": "cpu", "dtype": "float32"}}
     users = {
         f"user{i}": {"train": (inputs, targets), "valid": (inputs[:1], targets[:1]), "test": (inputs[:1], targets[:1])}
         for i, (inputs, targets) in enumerate(zip(*data, strict=True))
     }
-    given = given_of(users, make, None, None)
+    given = given_of(users, make_net, None, None)
     parsed = recipe_with(recipe, given, base=None, method=None, changes={})
     return build(parsed, prepare(parsed, given=given))
 
@@ -254,50 +264,50 @@ def shared_net(federation: InProcess) -> dict[str, Tensor]:
     return {name: value[0, 0].detach().clone() for name, value in download.tensors.items()}
 
 
-def net_row(row: str, shape: Mapping[str, Any], args: argparse.Namespace) -> Side:
+def net_row(row: str, settings: Mapping[str, Any], args: argparse.Namespace) -> Side:
     """Write a row of nets for the peers, and return comingle's side of it.
 
     Args:
         row: Name of the row.
-        shape: Sizes and settings of the row.
+        settings: Sizes and settings of the row.
         args: The command line.
     """
-    work: dict[str, Any] = dict(shape)
+    work: dict[str, Any] = dict(settings)
     if row == "nets":
-        federation = make_federation("mnist", shape["users"], "fedavg", None, args.dtype, data=args.data)
+        federation = make_federation("mnist", settings["users"], "fedavg", None, args.dtype, data=args.data)
         net = initial_net(federation.clients, "mnist", "fedavg").requires_grad_()
         samples = join([user.train for user in cast(list[UserSamples], federation.clients.users)])
-        inputs, targets = (t.unflatten(0, (shape["users"], -1)) for t in samples.contents)  # equally many of each
+        inputs, targets = (t.unflatten(0, (settings["users"], -1)) for t in samples.contents)  # equally many of each
         work |= {"rate": RATE, "batch": 32}
     else:
         make_net = small_net if row == "blazefl" else large_net
         net = make_net()
-        inputs, targets = images(shape)
-        federation = image_federation(make_net, (inputs, targets), shape)
+        inputs, targets = images(settings)
+        federation = image_federation(make_net, (inputs, targets), settings)
     work |= {"inputs": inputs, "targets": targets}
     work["state"] = shared_net(federation)
     torch.save(work, args.work / "work.pt")
-    del work, inputs, targets
+    del work, inputs, targets  # or they count in the peak memory
 
     def score() -> dict[str, Any]:
         written = read_work(args.work, args.dtype)
         net.load_state_dict(shared_net(federation))
         found = training_score(net, written)
-        return {**found, "bitwise": {"again": is_repeatable(written, shape)}} if row == "blazefl" else found
+        return {**found, "is_repeatable": is_repeatable(written, settings)} if row == "blazefl" else found
 
     return rounds(federation, score)
 
 
-def is_repeatable(work: Mapping[str, Any], shape: Mapping[str, Any]) -> bool:
+def is_repeatable(work: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
     """Return whether two rounds of four users, each from the start, end with the same bits.
 
     Args:
         work: Contents of the row.
-        shape: Sizes and settings of the row.
+        settings: Sizes and settings of the row.
     """
     found = []
     for _ in range(2):
-        federation = image_federation(small_net, (work["inputs"][:4], work["targets"][:4]), shape)
+        federation = image_federation(small_net, (work["inputs"][:4], work["targets"][:4]), settings)
         stacked_round(federation)(0)
         found.append(shared_net(federation))
     first, second = found
@@ -307,7 +317,7 @@ def is_repeatable(work: Mapping[str, Any], shape: Mapping[str, Any]) -> bool:
 def main() -> None:
     """Write the work of a row and answer turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("row", choices=sorted(SHAPES))
+    parser.add_argument("row", choices=sorted(SETTINGS))
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--data", help="a folder with MNIST's files")
@@ -317,11 +327,11 @@ def main() -> None:
     replies()
     torch.set_num_threads(args.threads)
     keep_buffers()
-    shape = SHAPES[args.row]
+    settings = SETTINGS[args.row]
     if args.toy:
-        shape = {**shape, **{key: value for key, value in TOY.items() if key in shape}}
+        settings = {**settings, **{key: value for key, value in TOY.items() if key in settings}}
     row = net_row if args.row in ("nets", "blazefl", "pfllib") else text_row
-    answer(row(args.row, shape, args))
+    answer(row(args.row, settings, args))
 
 
 if __name__ == "__main__":

@@ -469,11 +469,11 @@ def blazefl(work: Work, *, processes: bool = False) -> Side:
     def score() -> dict[str, Any]:
         few = min(4, work["users"])
         first = final(few, processes=processes)
-        same = {
-            "again": torch.equal(first, final(few, processes=processes)),
-            "other_pool": torch.equal(first, final(few, processes=not processes)),
+        same = {  # bit by bit, with few users
+            "is_repeatable": torch.equal(first, final(few, processes=processes)),
+            "is_same_in_other_pool": torch.equal(first, final(few, processes=not processes)),
         }
-        return {**training_score(net, work), "bitwise": same}
+        return {**training_score(net, work), **same}
 
     return Side(turn=turn, score=score)
 

@@ -75,6 +75,7 @@ def test_peers_take_turns_beside_comingle(row: str) -> None:
     assert lines
     for line in lines:
         assert line["comingle"]["peak_mib"] > 0
+        assert line["comingle"].get("is_repeatable") is (True if row == "blazefl" else None)
         if "skipped" in line:
             assert line["comingle"]["turns"][0] > 0
             continue
@@ -133,7 +134,9 @@ def test_peers_are_compared_by_their_turns_after_the_first_ones() -> None:
     theirs = {"turns": [2.0, 2.0, 16.0], "peak_mib": 50, "loss": 0.6}
     found = {"comingle": ours, "peft": theirs, "opacus": {"turns": [1.0, 1.0, 1.0], "peak_mib": 300}}
     script = f"import json, peers; found = {found}; names = ['peft', 'opacus']; "
-    line, other = printed(script + "print(json.dumps([peers.compared('small', 'float32', n, found) for n in names]))")
+    line, other = printed(
+        script + "print(json.dumps([peers.comparison_line('small', 'float32', n, found) for n in names]))"
+    )
     assert line == {
         "row": "small",
         "dtype": "float32",
