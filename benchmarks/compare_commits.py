@@ -38,7 +38,7 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "throughput": (("benchmarks/throughput.py", *SMALL, "--iters", "4"), ("tokens_per_s", "peak_rss_mb")),
     "throughput-124m": (("benchmarks/throughput.py", *LARGE, "--iters", "2"), ("tokens_per_s", "peak_rss_mb")),
     "many_users": (("benchmarks/many_users.py", "--grow", ""), ("stacked_s", "peak_rss_mb")),
-    "peers": (("benchmarks/peers.py", "--rows", "small", "--iters", "2"), ("small.seconds.comingle",)),
+    "peers": (("benchmarks/peers.py", "--rows", "small", "--iters", "2"), ("comingle.seconds",)),
     "serving": (("benchmarks/serving.py", "--users", "4", "--new", "16", "--repeats", "1"), ("served_tokens_per_s",)),
     "import": (("-c", "import comingle"), ("seconds", "peak_rss_mb")),
     "help": (("-m", "comingle", "--help"), ("seconds", "peak_rss_mb")),

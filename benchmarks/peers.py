@@ -22,8 +22,9 @@ faster comingle is, the median over turns, ``memory_times`` how many times as mu
 - ``pfllib``: a round of PFLlib's published case, 500 users, its 4-layer CNN, 90 stand-in images, batch 10.
 
 Environments: ``pip install torch peft opacus h5py scikit-learn matplotlib tqdm 'flwr[simulation]'`` and
-``pip install --pre --no-deps --ignore-requires-python blazefl`` in one, ``pip install torch pfl peft`` in another. A
-peer that is not installed is skipped, and its line says so. Losses are of the shared model after all turns.
+``pip install --no-deps --ignore-requires-python blazefl==3.0.0a1`` (later ones need Python 3.12) in one,
+``pip install torch pfl peft`` in another. A peer that is not installed is skipped, and its line says so. Losses are of
+the shared model after all turns.
 """
 
 from __future__ import annotations
