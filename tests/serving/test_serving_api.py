@@ -629,7 +629,7 @@ def test_a_client_that_goes_away_while_its_body_is_read_leaves_no_traceback(
 def test_a_step_that_fails_is_told_and_the_next_are_answered(people: Any, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(people(), rows=2)
     decode = engine._decode
-    engine._decode = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    engine._decode = lambda prompt_batch: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     with serving(make_app(engine, Keys(people(), None), Limits())) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
         told = refused(
