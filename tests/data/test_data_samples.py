@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from comingle.data.samples.samples import Samples, UserSamples, as_samples, bank_of, check, epoch, fill
+from comingle.data.samples.samples import Samples, UserSamples, as_samples, bank_of, check, copy_into_one, epoch
 from comingle.models.scoring import PAD
 from comingle.utils.errors import DataError
 from comingle.utils.seeds import generator
@@ -181,7 +181,7 @@ def test_rows_of_one_tensor_are_joined_without_a_copy() -> None:
 
 def test_filled_samples_are_joined_without_a_copy() -> None:
     parts = [user("ann", 100, train=3).train, user("bob", 200, train=5).train]
-    filled = fill(iter(parts), [3, 5])
+    filled = copy_into_one(iter(parts), [3, 5])
     joined = bank_of(filled)
     assert joined.inputs.data_ptr() == filled[0].inputs.data_ptr()
     for part, view in zip(parts, filled, strict=True):

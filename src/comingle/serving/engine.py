@@ -62,8 +62,8 @@ NATIVE_PART_TOKENS = 32
 IDLE_PROMPT_TOKENS = 512
 """Smallest number of prompt tokens that a step may read while no text is being generated."""
 NATIVE_PROMPT_TOKENS = 64
-"""Most prompt tokens, with padding, of a step without other texts that native passes read; PyTorch reads more of them
-about as fast, or faster with special instructions. Native passes read any number if the base's weights are packed."""
+"""Most prompt tokens, with padding, that native passes read by themselves. PyTorch reads longer prompts about as fast,
+or faster where the processor has instructions for matrices. With packed weights native passes read all prompts."""
 
 
 class TooLongError(DataError):

@@ -439,7 +439,7 @@ class AdapterCache(MutableMapping[str, Tree]):
             return
         names = list(names)
         for name in [name for name, future in self._reading.items() if future.done() and name not in names]:
-            future = self._reading.pop(name)  # of a request that was cancelled, or that another engine has
+            future = self._reading.pop(name)  # such as that of a cancelled request
             if future.exception() is None:
                 self._keep(name, future.result())
         most = max(1, self.max_bytes // max(1, 2 * self._bytes_per_user))
@@ -468,11 +468,9 @@ class AdapterCache(MutableMapping[str, Tree]):
             return
         limit = self.max_bytes - len(self._reading) * self._bytes_per_user
         while self.num_bytes > limit and len(self._recent) > 1:
-            _name, evicted = self._recent.popitem(last=False)
-            num_bytes = _num_bytes(evicted)
+            num_bytes = _num_bytes(self._recent.popitem(last=False)[1])
             self.num_bytes -= num_bytes
             self._untrimmed_bytes += num_bytes
-            del evicted
         if self._untrimmed_bytes >= TRIM_BYTES:
             return_freed_memory()
             self._untrimmed_bytes = 0

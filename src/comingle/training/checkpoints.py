@@ -502,15 +502,14 @@ class CheckpointState(State):
         if len(dtypes) > 1:
             raise RunError(f"{self._path}: got parameters of several dtypes: {dtypes}; allowed: one")
         self._stored_dtype = dtypes.pop()
-        num_bytes = sum(row_bytes for _start, row_bytes in self._tensors)
-        if num_bytes != layout.columns * self._stored_dtype.itemsize:
+        self._bytes_per_user = layout.columns * self._stored_dtype.itemsize
+        if sum(row_bytes for _start, row_bytes in self._tensors) != self._bytes_per_user:
             raise RunError(f"{self._path}: has parameters of other shapes than this recipe")
         self._row_in_file = rows_of_names(progress.trainers, names, num_copies)
 
     def rows_of(self, users: Sequence[int]) -> Tensor:
         """Return the parameters of some users, ``(users, columns)``, read from the file; any thread may call it."""
-        num_bytes = sum(row_bytes for _start, row_bytes in self._tensors)
-        values = torch.empty(len(users), num_bytes, dtype=torch.uint8)
+        values = torch.empty(len(users), self._bytes_per_user, dtype=torch.uint8)
         for user, to in zip(users, values.numpy(), strict=True):
             self._read(self._row_in_file[user], memoryview(to))
         return values.view(self._stored_dtype).to(self._dtype)

@@ -55,7 +55,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from comingle.data.samples.samples import Samples, UserSamples, fill, hold_out, list_labels
+from comingle.data.samples.samples import Samples, UserSamples, copy_into_one, hold_out, list_labels
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.seeds import generator
 from comingle_papers.tasks.images import Images, Key, choose_labels, cluster_sizes, deal_images, group_by_labels
@@ -351,7 +351,7 @@ def make_shifted(
             _shifted_samples(images, indices, k % clusters, clusters, shift, setting)
             for k, indices in enumerate(indices_of_users)
         )
-        samples_of_split[split] = fill(samples, [len(indices) for indices in indices_of_users])
+        samples_of_split[split] = copy_into_one(samples, [len(indices) for indices in indices_of_users])
     users_with_samples = []
     for k, (train, test) in enumerate(zip(samples_of_split["train"], samples_of_split["test"], strict=True)):
         no_samples = train.first(0)  # validation samples are held out later

@@ -185,8 +185,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
-def fill(parts: Iterable[Samples], counts: Sequence[int]) -> list[Samples]:
-    """Return sets of samples as views of one tensor, which :func:`join` need not copy.
+def copy_into_one(parts: Iterable[Samples], counts: Sequence[int]) -> list[Samples]:
+    """Copy sets of samples into one tensor, and return views of it, which :func:`join` need not copy.
 
     Args:
         parts: The sets, made one after another if they come from a generator.

@@ -383,16 +383,17 @@ struct DecodeStep {
         const float* q = qkv + r * width + head * m.head;
         float* to = attended + (r * m.heads + head) * m.head;
         if (count <= 0) return (void)std::fill_n(to, H * m.head, 0.f);  // padding
+        const int64_t stride = most_scores();
         const S *keys = (const S*)l.keys + at, *values = (const S*)l.values + at;
         int64_t t = 0;
         for (; t + AT_ONCE <= count; t += AT_ONCE)
-            dots<H, AT_ONCE>(q, keys + t * m.head, m.head, scores + t, most_scores());
-        for (; t < count; ++t) dots<H, 1>(q, keys + t * m.head, m.head, scores + t, most_scores());
+            dots<H, AT_ONCE>(q, keys + t * m.head, m.head, scores + t, stride);
+        for (; t < count; ++t) dots<H, 1>(q, keys + t * m.head, m.head, scores + t, stride);
         float totals[H];
-        for (int h = 0; h < H; ++h) totals[h] = exponentials(scores + h * most_scores(), count);
+        for (int h = 0; h < H; ++h) totals[h] = exponentials(scores + h * stride, count);
         int64_t c = 0;
-        for (; c + 2 * LANES <= m.head; c += 2 * LANES) mix_values<H, 2>(scores, values + c, count, totals, to + c);
-        for (; c < m.head; c += LANES) mix_values<H, 1>(scores, values + c, count, totals, to + c, m.head - c);
+        for (; c + 2 * LANES <= m.head; c += 2 * LANES) mix_values<H, 2>(scores, stride, values + c, count, totals, to + c);
+        for (; c < m.head; c += LANES) mix_values<H, 1>(scores, stride, values + c, count, totals, to + c, m.head - c);
     }
 
     // Replaces scores by their exponentials, up to a factor; returns the sum of these.
@@ -411,9 +412,9 @@ struct DecodeStep {
     // to(h, :) = sum_t scores(h, t) values(t, :) / totals[h] for H heads and COUNT vectors of columns, of which only `left`
     // columns exist if COUNT is 1.
     template <int H, int COUNT>
-    void mix_values(const float* scores, const S* values, int64_t count, const float* totals, float* to, int64_t left = LANES) const {
+    void mix_values(const float* scores, int64_t stride, const S* values, int64_t count, const float* totals, float* to,
+                    int64_t left = LANES) const {
         V sums[H][COUNT] = {};
-        const int64_t stride = most_scores();
         for (int64_t t = 0; t < count; ++t)
 #pragma GCC unroll 4
             for (int i = 0; i < COUNT; ++i) {

@@ -118,8 +118,8 @@ class SampleBatchSource(PassBatchSource):
         protects_examples = privacy is not None and privacy.protects == "example"
         copies_per_user = samples_per_user if protects_examples else 1
         users_in_memory = max(1, COLUMNS_PER_PASS // max(1, columns * copies_per_user))
-        rounds_alike = self.smallest_batch == 1  # batch norm depends on the number of users in the last bits
-        if device.type == "cpu" and self.banks and rounds_alike:
+        has_batch_norm = self.smallest_batch > 1  # its last bits depend on the number of users in a pass
+        if device.type == "cpu" and self.banks and not has_batch_norm:
             bytes_per_user = samples_per_user * self.banks["train"].inputs[:1].nbytes
             users_in_memory = min(users_in_memory, max(1, INPUT_BYTES_PER_PASS // max(1, bytes_per_user)))
         return PassSize(users=self.plan.users_per_step or users_in_memory, sequences=samples_per_user)
