@@ -24,6 +24,7 @@ from comingle.methods import REGISTRY
 from comingle.models import decoding
 from comingle.models.generation import added_text, encode_prompt, padded_attention, read_sampling
 from comingle.models.kernels import cpu, expert_mlp
+from comingle.models.kernels.expert_mlp import MOST_ROWS
 from comingle.models.loading import load_base
 from comingle.serving import rows
 from comingle.serving.engine import NATIVE_PART_TOKENS, Detokenizer, Engine, Piece, Request
@@ -236,6 +237,21 @@ def test_native_passes_read_small_parts_of_prompts_and_generate_tokens(
     assert sum(sizes) == sum(lengths)
     assert max(sizes) == NATIVE_PART_TOKENS
     assert [asked.text(number) for number in numbers] == expected
+
+
+def test_parts_with_more_rows_than_a_native_pass_are_read_alone(
+    people: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = people("comigs-1g1s", base="random:llama", rank=6)
+    request.getfixturevalue("native")
+    asked, sizes = Asked(engine := Engine(mine, rows=3, prompt_tokens=MOST_ROWS)), list[int]()
+    read = engine._read
+    asked.ask("ann", TEXTS[0], max_new_tokens=20)
+    engine.step()
+    monkeypatch.setattr(engine, "_read", lambda ids, *rest: sizes.append(ids.numel()) or read(ids, *rest))
+    number = asked.ask("bob", LONG * 3, max_new_tokens=2)
+    asked.finish()
+    assert sizes == [MOST_ROWS] * (len(asked.requests[number].prompt) // MOST_ROWS)  # the rest fits
 
 
 @pytest.mark.slow
